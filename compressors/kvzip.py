@@ -1,0 +1,80 @@
+"""KVzip (Kim et al., 2025): what the model looks at when it repeats its own context."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compressors.base import CachedKeys, MethodError, MethodSpec, Probe, Scorer, Shape
+
+_OVERLAP = 8  # tokens of the previous chunk that tell the model where to start
+_ASK = 64  # room for the instruction around a chunk
+
+
+class KVzip(Scorer):
+    """Maximum attention each cached token receives while the context is reconstructed chunk by chunk, over the
+    queries of the reconstruction and the query heads of a KV head. Query-agnostic; scores are comparable across
+    heads and layers, so one global threshold (``per_head``) is the method's own rule.
+
+    Option ``chunk``: context tokens per reconstruction row (the paper uses up to 2048).
+    """
+
+    name = "kvzip"
+    summary = "attention received while the context is repeated; one extra forward pass"
+    options: ClassVar[Mapping[str, int]] = {"chunk": 1024}
+    texts: ClassVar[Mapping[str, str]] = {
+        "first": "\n\nRepeat the previous context exactly.",
+        "next": "\n\nRepeat the part of the previous context exactly, starting with",
+    }
+
+    def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
+        super().__init__(shape, num_tokens, spec)
+        self._chunk = self.option(spec, "chunk")
+        self._scores = torch.zeros(shape.layers, shape.kv_heads, num_tokens)
+
+    @classmethod
+    def check(cls, spec: MethodSpec) -> None:
+        if cls.option(spec, "chunk") < _OVERLAP:
+            raise MethodError(f"kvzip: option 'chunk' must be at least {_OVERLAP}, got {cls.option(spec, 'chunk')}")
+
+    @classmethod
+    def fit(cls, spec: MethodSpec, row_tokens: int) -> MethodSpec:
+        chunk = min(cls.option(spec, "chunk"), row_tokens - _ASK)
+        if chunk < _OVERLAP:
+            raise MethodError(
+                f"kvzip needs scoring rows of at least {_ASK + _OVERLAP} tokens behind the context, {row_tokens} fit"
+            )
+        return spec.with_option("chunk", chunk)
+
+    @classmethod
+    def appended_tokens(cls, spec: MethodSpec, num_tokens: int) -> int:
+        return min(cls.option(spec, "chunk"), num_tokens) + _ASK
+
+    @classmethod
+    def probes(cls, token_ids: Sequence[int], spec: MethodSpec, texts: Mapping[str, Sequence[int]]) -> list[Probe]:
+        n, chunk = len(token_ids), cls.option(spec, "chunk")
+        rows = []
+        for start in range(0, n, chunk):
+            ask = list(texts["first"]) if start == 0 else [*texts["next"], *token_ids[max(start - _OVERLAP, 0) : start]]
+            rows.append(Probe((*ask, *texts["turn"], *token_ids[start : start + chunk]), n))
+        return rows
+
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+        start = index * self._chunk
+        stop = min(start + self._chunk, self.num_tokens)
+        sinks = min(self.spec.sinks, start)  # keys that keep the softmax honest; part of the chunk when it is the first
+        seen = torch.cat([torch.arange(sinks), torch.arange(start, stop)])
+        keys = torch.cat([cached(seen), key.transpose(0, 1)], 1).float()  # [H, sinks + chunk + T, D]
+        rows = query.shape[0]
+        causal = torch.full((rows, rows), float("-inf")).triu(1)
+        for head in range(self.shape.kv_heads):
+            best = self._scores[layer, head, start:stop]
+            for g in range(self.shape.group):
+                logits = query[:, head * self.shape.group + g].float() @ keys[head].T * scale  # [T, sinks + chunk + T]
+                logits[:, -rows:] += causal
+                attention = logits.softmax(-1)[:, sinks : sinks + stop - start]
+                torch.maximum(best, attention.amax(0), out=best)
+
+    def scores(self) -> Tensor:
+        return self._scores

@@ -1,0 +1,120 @@
+"""Admit: find the iterations in which a request's full KV is reloaded and verified.
+
+The paper's algorithm: anchor at the request's own draft length, try anchor, anchor + 1, anchor - 1, ...
+and take the first span ``[d - S + 1, d]`` that fits the BW ring and the HBM ring. ``Staggered`` is that
+algorithm; ``LockStep`` is the ablation in which all requests verify in the same iteration.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+from scheduler.rings import Booking, Rings
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one round needs. ``span`` iterations (S) carry the reload, ``link_ns`` of link time each;
+    ``pages`` transient pages are held from the first of them until ``hold`` iterations after the verify
+    (run-ahead scheduling learns a step's result that much later)."""
+
+    anchor: int
+    span: int
+    link_ns: int
+    pages: int
+    hold: int = 0
+
+    def covers(self, other: "Demand") -> bool:
+        """Whatever refuses ``other`` refuses this demand too."""
+        return self.span >= other.span and self.link_ns >= other.link_ns and self.pages >= other.pages
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Capacities: link time per iteration (T_iter) and pages for transient KV (H - M - resident)."""
+
+    link_ns: int
+    pages: int
+
+
+def reload_span(num_bytes: int, bytes_per_second: float, iteration_ns: int, window: int) -> tuple[int, int]:
+    """Iterations a reload takes, S = max(1, ceil(K / (L * T_iter))), and the link time in each of them.
+
+    A reload that is longer than the window is booked as the whole window at full link time: it will be
+    late, but it is never refused.
+    """
+    total_ns = ceil(num_bytes / bytes_per_second * 1e9)
+    span = min(max(1, ceil(total_ns / iteration_ns)), window - 1)
+    return span, min(ceil(total_ns / span), iteration_ns)
+
+
+class Policy(Protocol):
+    """Chooses the verify iteration. Returns its distance from now, or None to try again next iteration."""
+
+    def find(self, rings: Rings, demand: Demand, limits: Limits) -> int | None: ...
+
+
+class Staggered:
+    """First fit around the request's own draft length, in both rings."""
+
+    def find(self, rings: Rings, demand: Demand, limits: Limits) -> int | None:
+        first, last = demand.span, rings.window - 1 - demand.hold
+        if first > last or demand.link_ns > limits.link_ns or demand.pages > limits.pages:
+            return None
+        anchor = min(max(demand.anchor, first), last)
+        link_room, page_room = limits.link_ns - demand.link_ns, limits.pages - demand.pages
+        if _fits(rings, anchor, demand, link_room, page_room):
+            return anchor
+        link_run = _runs(rings.link.cells, link_room)
+        page_run = _runs(rings.pages.cells, page_room)
+        span, hold = demand.span, demand.hold
+        for step in range(1, last - first + 1):
+            for d in (anchor + step, anchor - step):
+                if first <= d <= last and link_run[d] >= span and page_run[d + hold] >= span + hold:
+                    return d
+        return None
+
+
+class LockStep:
+    """Every request verifies at the next common boundary, one every ``period`` iterations. The link may be
+    over-subscribed there (that is the point of the ablation); memory may not."""
+
+    def __init__(self, period: int) -> None:
+        if period < 2:
+            raise ValueError(f"a lock-step period must be at least 2 iterations (1 draft, 1 verify), got {period}")
+        self.period = period
+
+    def find(self, rings: Rings, demand: Demand, limits: Limits) -> int | None:
+        earliest = rings.now + demand.span
+        d = -(-earliest // self.period) * self.period - rings.now
+        if d > rings.window - 1 - demand.hold:
+            return None
+        return d if _fits(rings, d, demand, None, limits.pages - demand.pages) else None
+
+
+def book(rings: Rings, policy: Policy, demand: Demand, limits: Limits) -> Booking | None:
+    """Admit one round: reserve its span in both rings, or return None and reserve nothing."""
+    d = policy.find(rings, demand, limits)
+    if d is None:
+        return None
+    verify_at = rings.now + d
+    return rings.book(
+        Booking(verify_at - demand.span + 1, verify_at, verify_at + demand.hold, demand.link_ns, demand.pages)
+    )
+
+
+def _fits(rings: Rings, d: int, demand: Demand, link_room: int | None, page_room: int) -> bool:
+    first = rings.now + d - demand.span + 1
+    last = rings.now + d
+    if link_room is not None and rings.link.peak(first, last) > link_room:
+        return False
+    return rings.pages.peak(first, last + demand.hold) <= page_room
+
+
+def _runs(cells: list[int], room: int) -> list[int]:
+    """For each cell the number of consecutive cells ending there that have room."""
+    run, out = 0, []
+    for amount in cells:
+        run = run + 1 if amount <= room else 0
+        out.append(run)
+    return out

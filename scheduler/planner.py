@@ -1,0 +1,154 @@
+"""The round planner: which requests draft, reload and verify in this iteration.
+
+One call of ``tick`` per iteration. It moves each request's ``Track`` and keeps both rings; what a decision
+means in rows, pages and copies is the engine's business. Waiting requests are admitted oldest first, and
+once the oldest has waited for a whole window nobody overtakes it, so no request starves while its reload
+fits the rings at all.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.admission import Demand, Limits, Policy, book
+from scheduler.lifecycle import Round, State, Track
+from scheduler.rings import Booking, Rings
+
+
+class Host(Protocol):
+    """What the planner asks its surroundings about one request."""
+
+    def draft_limit(self, request_id: str) -> int:
+        """The most drafts the next verify may carry (output left, context limit), at least 0."""
+
+    def demand(self, request_id: str, anchor: int) -> Demand:
+        """Link time and pages of the next round."""
+
+    def take_pages(self, request_id: str) -> bool:
+        """Take the transient pages of the round now; False when the pool has too few free ones."""
+
+
+@dataclass
+class Tick:
+    """The decisions of one iteration."""
+
+    drafts: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    verifies: list[tuple[str, int]] = field(default_factory=list)  # (request, drafts to verify)
+
+
+class Planner:
+    """Owns the tracks of all requests that are not plain vLLM rows, and their bookings."""
+
+    def __init__(self, window: int, policy: Policy, draft_length: int, verify_tokens: int) -> None:
+        self.rings = Rings(window)
+        self.policy = policy
+        self.draft_length = draft_length
+        self.verify_tokens = verify_tokens  # cap per iteration, see performance notes in docs
+        self.tracks: dict[str, Track] = {}
+
+    # -- transitions that come from outside ------------------------------------------------------
+
+    def demote(self, request_id: str) -> None:
+        """The request's KV is being moved: RESIDENT (or, to compress anew, VERIFYING) -> DEMOTING."""
+        track = self.tracks.setdefault(request_id, Track(request_id))
+        self._cancel(track)
+        track.demote()
+
+    def demoted(self, request_id: str, context: int) -> None:
+        self.tracks[request_id].wait(context, self.rings.now)
+
+    def verified(self, request_id: str, context: int) -> None:
+        track = self.tracks[request_id]
+        self._cancel(track)
+        track.wait(context, self.rings.now)
+
+    def drafted(self, request_id: str, last: bool) -> None:
+        """One draft token of the running round is known; ``last`` ends drafting (it was an end token)."""
+        round_ = self.tracks[request_id].round
+        if round_ is not None:
+            round_.known += 1
+            round_.ended |= last
+
+    def reside(self, request_id: str) -> None:
+        """Give the request back to plain vLLM (demotion or a transfer failed)."""
+        track = self.tracks.pop(request_id)
+        self._cancel(track)
+        track.reside()
+
+    def finish(self, request_id: str) -> None:
+        track = self.tracks.pop(request_id)
+        self._cancel(track)
+        track.finish()
+
+    # -- one iteration -----------------------------------------------------------------------------
+
+    def tick(self, host: Host, limits: Limits) -> Tick:
+        """Advance to the next iteration and decide. ``limits.pages`` may differ from call to call."""
+        self.rings.advance()
+        out = Tick()
+        self._rebook(host, limits)
+        self._admit(host, limits)
+        budget = self.verify_tokens
+        for track, round_, booking in self._running():
+            now = self.rings.now
+            if track.state is State.DRAFTING and booking and now >= booking.load_at:
+                if host.take_pages(track.request_id):
+                    track.load()
+                    out.loads.append(track.request_id)
+                else:
+                    self._cancel(track)  # late: booked again in the next iteration
+            if track.state is State.LOADING and booking and now >= booking.verify_at:
+                tokens = 1 + round_.issued
+                if round_.complete and (tokens <= budget or budget == self.verify_tokens):
+                    track.verify()
+                    out.verifies.append((track.request_id, round_.issued))
+                    budget -= tokens
+            elif round_.wants_draft:
+                round_.issued += 1
+                out.drafts.append(track.request_id)
+        return out
+
+    def _running(self) -> list[tuple[Track, Round, Booking | None]]:
+        """Rounds under way, the earliest verify first."""
+        rounds = [
+            (t, t.round, t.round.booking)
+            for t in self.tracks.values()
+            if t.round is not None and t.state in (State.DRAFTING, State.LOADING)
+        ]
+        return sorted(rounds, key=lambda r: r[2].verify_at if r[2] else self.rings.now + self.rings.window)
+
+    def _rebook(self, host: Host, limits: Limits) -> None:
+        """Rounds without a booking (their pages were not there in time) go before new rounds; a round that
+        has nothing left to draft moves to the earliest verify the rings allow."""
+        for track, round_, booking in self._running():
+            early = round_.ended and track.state is State.DRAFTING and booking and booking.load_at > self.rings.now
+            if early:
+                self._cancel(track)
+            if early or booking is None:
+                demand = host.demand(track.request_id, 1)
+                round_.booking = book(self.rings, self.policy, demand, limits)
+
+    def _admit(self, host: Host, limits: Limits) -> None:
+        waiting = [t for t in self.tracks.values() if t.state is State.WAITING]
+        waiting.sort(key=lambda t: t.waiting_since)
+        refused: list[Demand] = []
+        for track in waiting:
+            limit = host.draft_limit(track.request_id)
+            demand = host.demand(track.request_id, min(self.draft_length, limit))
+            booking = None
+            # A demand at least as large as one just refused would be refused as well.
+            if not any(
+                d.span <= demand.span and d.link_ns <= demand.link_ns and d.pages <= demand.pages for d in refused
+            ):
+                booking = book(self.rings, self.policy, demand, limits)
+            if booking is not None:
+                track.draft(Round(limit, booking))
+            elif self.rings.now - track.waiting_since > self.rings.window:
+                return  # nobody overtakes a request that has waited for a whole window
+            else:
+                refused.append(demand)
+
+    def _cancel(self, track: Track) -> None:
+        if track.round is not None and track.round.booking is not None:
+            self.rings.cancel(track.round.booking)
+            track.round.booking = None

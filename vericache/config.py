@@ -1,0 +1,133 @@
+"""The one typed configuration. Precedence: flags (or keyword arguments) > environment > YAML file > default."""
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from compressors import MethodError, MethodSpec, validate
+from compressors.budget import kept_count
+from vericache.errors import ConfigError
+
+ENV_PREFIX = "VERICACHE_"
+ENV_FILE = "VERICACHE_CONFIG"  # path of the YAML file
+KEY = "vericache"  # where the configuration lives in vLLM's additional_config
+
+
+class VeriCacheConfig(BaseModel):
+    """Every setting of VeriCache. Sizes are in the unit the name ends with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["draft", "off"] = Field(
+        "draft", description="draft: long requests draft and verify; off: plain vLLM rows with VeriCache's sampler"
+    )
+    min_prompt_tokens: int = Field(1024, ge=1, description="shorter prompts stay plain vLLM rows in the same batch")
+    draft_length: int = Field(25, ge=1, description="drafts a round aims at (x)")
+    window: int = Field(64, ge=4, le=1024, description="iterations planned ahead (W); no round drafts longer")
+    policy: Literal["staggered", "lockstep"] = Field("staggered", description="when requests verify")
+    verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")
+    compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
+    counts: Literal["uniform", "per_layer", "per_head"] = Field("per_head", description="how kept tokens are spread")
+    ratio: float = Field(0.25, gt=0, le=1, description="kept fraction of the context")
+    sinks: int = Field(4, ge=0, description="first tokens that are always kept")
+    recent: int = Field(32, ge=1, description="last context tokens that are always kept")
+    compressor_options: dict[str, int] = Field({}, description="options of the method, for example kvzip: chunk")
+    arena_fraction: float = Field(0.5, gt=0, lt=1, description="share of the KV memory budget given to the draft arena")
+    page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
+    tail_tokens: int = Field(
+        512, ge=1, description="uncompressed tokens kept behind the compressed context before it is compressed anew"
+    )
+    host_memory_gib: float = Field(4.0, gt=0, description="host memory for the full KV of drafting requests")
+    iteration_seconds: float | None = Field(None, gt=0, description="fix T_iter of the BW ring instead of measuring it")
+    link_bytes_per_second: float | None = Field(None, gt=0, description="fix L of the BW ring instead of measuring it")
+    max_recoveries: int = Field(2, ge=0, description="failed demotions or reloads before a request stays resident")
+    trace_iterations: int = Field(0, ge=0, description="iterations of the schedule to remember for the picture")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "VeriCacheConfig":
+        try:
+            validate(self.method)
+        except MethodError as error:
+            raise ValueError(str(error)) from None
+        if self.draft_length > self.window - 2:
+            raise ValueError(
+                f"draft_length is {self.draft_length}, but a window of {self.window} iterations holds at most "
+                f"{self.window - 2} drafts and a verify; raise window or lower draft_length"
+            )
+        if self.verify_tokens < self.window:
+            raise ValueError(
+                f"verify_tokens is {self.verify_tokens}, expected at least window ({self.window}), the longest verify"
+            )
+        forced = self.sinks + self.recent
+        wanted = kept_count(self.ratio, self.min_prompt_tokens, 0, 0)
+        if wanted < min(forced, self.min_prompt_tokens):
+            raise ValueError(
+                f"ratio {self.ratio} keeps {wanted} tokens of a {self.min_prompt_tokens}-token prompt, fewer than "
+                f"sinks + recent ({forced}); raise ratio or min_prompt_tokens, or lower sinks or recent"
+            )
+        return self
+
+    @property
+    def method(self) -> MethodSpec:
+        return MethodSpec(
+            self.compressor,
+            self.counts,
+            self.ratio,
+            self.sinks,
+            self.recent,
+            tuple(sorted(self.compressor_options.items())),
+        )
+
+
+def load(
+    flags: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, file: str | Path | None = None
+) -> VeriCacheConfig:
+    """Merge the sources and validate. ``flags`` holds only what was given; ``file`` defaults to $VERICACHE_CONFIG.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest name), a wrong value, or an unreadable file.
+    """
+    env = os.environ if env is None else env
+    merged: dict[str, Any] = {}
+    path = file or env.get(ENV_FILE)
+    if path:
+        merged |= _checked(_read_yaml(Path(path)), f"file {path}", str)
+    variables = {
+        k.removeprefix(ENV_PREFIX).lower(): yaml.safe_load(v)
+        for k, v in env.items()
+        if k.startswith(ENV_PREFIX) and k != ENV_FILE
+    }
+    merged |= _checked(variables, "environment", lambda name: ENV_PREFIX + name.upper())
+    merged |= _checked(dict(flags or {}), "arguments", str)
+    try:
+        return VeriCacheConfig(**merged)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        )
+        raise ConfigError(f"invalid VeriCache configuration: {problems}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the VeriCache configuration file {path}: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds a {type(data).__name__}, expected a mapping of setting names to values")
+    return data
+
+
+def _checked(values: dict[str, Any], source: str, spelled: Any) -> dict[str, Any]:
+    for name in values:
+        if name not in VeriCacheConfig.model_fields:
+            near = get_close_matches(str(name), VeriCacheConfig.model_fields, n=1)
+            hint = f"did you mean {spelled(near[0])!r}?" if near else "see `vericache settings` for all of them"
+            raise ConfigError(f"unknown VeriCache setting {spelled(name)!r} in {source}; {hint}")
+    return values

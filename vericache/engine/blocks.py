@@ -1,0 +1,47 @@
+"""Device KV blocks that VeriCache holds itself, out of vLLM's own pool.
+
+Blocks are always given back by explicit list. Relies on ``BlockPool.get_new_blocks`` / ``free_blocks`` /
+``get_num_free_blocks`` and ``KVCacheManager.get_block_ids`` / ``pop_blocks_for_free``.
+"""
+
+from collections.abc import Sequence
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+
+class DeviceBlocks:
+    """Transient and scratch blocks. They carry no hash: the prefix cache never sees them."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._pool = manager.block_pool
+
+    @property
+    def free(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    @property
+    def used(self) -> int:
+        return self._pool.num_gpu_blocks - 1 - self.free  # block 0 is vLLM's null block
+
+    def take(self, count: int) -> list[KVCacheBlock] | None:
+        """``count`` blocks, or None when fewer are free."""
+        return self._pool.get_new_blocks(count) if count <= self.free else None
+
+    def give(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Return blocks; the last ones are reused first, so that a cached prefix lives longest."""
+        self._pool.free_blocks(list(reversed(blocks)))
+
+    def of_request(self, request: Request) -> list[int]:
+        """Ids of the blocks vLLM holds for a request (one KV cache group)."""
+        return list(self._manager.get_block_ids(request.request_id)[0])
+
+    def detach(self, request: Request) -> list[KVCacheBlock]:
+        """Take a request's blocks out of vLLM's books; the caller gives them back."""
+        return self._manager.pop_blocks_for_free(request)
+
+
+def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    return [b.block_id for b in blocks]

@@ -1,0 +1,374 @@
+"""What happens in one iteration, for every request that is not a plain vLLM row.
+
+The coordinator joins the pure planner with the resources it plans for: arena slots, host pages, device blocks. It
+produces a ``StepPlan`` (rows and operations) and digests the step's result. It knows vLLM's ``Request`` but not its
+scheduler; ``vericache.engine.scheduler`` writes the plan into vLLM's structures.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from vllm.v1.request import Request
+
+from compressors import METHODS, MethodError, MethodSpec
+from compressors.budget import kept_count
+from scheduler.admission import Demand, Limits, LockStep, Staggered, reload_span
+from scheduler.ledger import CountPool, Fence, IdPool
+from scheduler.lifecycle import State
+from scheduler.planner import Planner
+from scheduler.throughput import Throughput
+from vericache.config import VeriCacheConfig
+from vericache.draft.arena import page_bound
+from vericache.engine.blocks import DeviceBlocks, ids
+from vericache.engine.detached import Detached
+from vericache.engine.eligibility import end_tokens, resident_reason
+from vericache.engine.observe import EngineStats
+from vericache.engine.ops import (
+    Compress,
+    DraftRow,
+    DropSlot,
+    Load,
+    Offload,
+    Op,
+    ProbeRow,
+    StepReport,
+    VerifyRow,
+    WriteBack,
+)
+from vericache.engine.plan import Bounds, Draft, Probing, StepPlan, Verify
+from vericache.engine.settings import MemoryPlan
+
+
+class Coordinator:
+    """Owns every detached request's record, and the pools its resources come from."""
+
+    def __init__(
+        self,
+        settings: VeriCacheConfig,
+        plan: MemoryPlan,
+        blocks: DeviceBlocks,
+        bounds: Bounds,
+        texts: Mapping[str, Sequence[int]],
+    ) -> None:
+        self.plan, self.blocks, self.bounds, self.texts = plan, blocks, bounds, texts
+        self.records: dict[str, Detached] = {}
+        self.slots = IdPool(bounds.seats)
+        self.arena = CountPool(plan.arena_pages)
+        self.host = IdPool(plan.host_pages)
+        self.fence = Fence()
+        self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
+        self.stats = EngineStats()
+        self._recoveries: dict[str, int] = {}
+        self._queued: list[Op] = []
+        self._forgotten: list[str] = []
+        self.configure(settings)
+
+    def configure(self, settings: VeriCacheConfig) -> None:
+        """Change policy, draft length, method or thresholds; only while no request is detached."""
+        assert not self.records, f"settings change only while no request is detached, {len(self.records)} are"
+        self.settings = settings
+        policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
+        self.planner = Planner(settings.window, policy, settings.draft_length, settings.verify_tokens)
+
+    # -- leaving the device ----------------------------------------------------------------------------
+
+    def resident_reason(self, request: Request) -> str | None:
+        """Why a request stays a plain vLLM row; None when it may draft, resources permitting."""
+        if self.settings.mode == "off":
+            return "mode is off"
+        if self._recoveries.get(request.request_id, 0) > self.settings.max_recoveries:
+            return "demotion or reload failed too often"
+        if reason := resident_reason(request, self.settings.min_prompt_tokens):
+            return reason
+        try:
+            self._fitted(request.num_tokens)
+        except MethodError as error:
+            return str(error)
+        return None
+
+    def detach(self, request: Request) -> bool:
+        """Take everything the request needs to draft, all or nothing; False leaves it resident."""
+        spec = self._fitted(request.num_tokens)
+        context = request.num_tokens
+        tail = min(self.settings.tail_tokens, request.max_tokens) + self.settings.window
+        units = self._units(spec, context, tail)
+        pages = self.plan.blocks_for(context + self.settings.window)
+        scratch = self._scratch(spec, context)
+        if not self.slots.free or units > self.arena.free or pages > self.host.free or scratch > self.blocks.free:
+            return False
+        self.arena.take(units)
+        slot, host_pages, blocks = self.slots.take(1), self.host.take(pages), self.blocks.take(scratch)
+        assert slot is not None
+        assert host_pages is not None
+        assert blocks is not None
+        record = Detached(request, spec, slot[0], units, tail, host_pages, blocks=blocks)
+        self.records[record.request_id] = record
+        self.planner.demote(record.request_id)
+        return True
+
+    def _fitted(self, num_tokens: int) -> MethodSpec:
+        """The configured method with scoring rows that fit beside all drafts and verifies of a step."""
+        beside = self.bounds.step_tokens - self.bounds.seats - self.settings.verify_tokens
+        room = min(beside, self.bounds.max_model_len - num_tokens - 1)
+        return METHODS[self.settings.compressor].fit(self.settings.method, room)
+
+    def _units(self, spec: MethodSpec, context: int, tail: int) -> int:
+        kept = kept_count(spec.ratio, context, spec.sinks, spec.recent)
+        return page_bound(kept, tail, self.plan.layers * self.plan.kv_heads, self.settings.page_tokens)
+
+    def _scratch(self, spec: MethodSpec, context: int) -> int:
+        """Blocks behind the context for the K/V of appending scoring rows."""
+        appended = METHODS[spec.name].appended_tokens(spec, context)
+        return -(-appended // self.plan.block_tokens) + 1 if appended else 0
+
+    # -- planning one step -----------------------------------------------------------------------------
+
+    def step(self, running: Iterable[Request], head_blocks: int) -> StepPlan:
+        """Decide one iteration. ``head_blocks``: blocks the first waiting request needs to be admitted."""
+        out = StepPlan(before=self._queued, forget=self._forgotten)
+        self._queued, self._forgotten = [], []
+        for record in list(self.records.values()):
+            state = self.planner.tracks[record.request_id].state
+            if state is State.DEMOTING and not record.settling:
+                self._demotion_step(record, out)
+            elif state is State.WAITING and not self._extend_host(record):
+                out.recompute.append(record)
+        for record in out.recompute:
+            self.abandon(record)
+        limits = Limits(self.throughput.iteration_ns, self._transient_pages(running, head_blocks))
+        tick = self.planner.tick(self, limits)
+        for request_id in tick.loads:
+            record = self.records[request_id]
+            blocks = ids(record.blocks)[: self.plan.blocks_for(record.context)]
+            out.before.append(Load(request_id, tuple(record.host_pages[: len(blocks)]), tuple(blocks)))
+        for request_id in tick.drafts:
+            self._draft(self.records[request_id], out)
+        for request_id, count in tick.verifies:
+            self._verify(self.records[request_id], count, out)
+        return out
+
+    def _demotion_step(self, record: Detached, out: StepPlan) -> None:
+        """One scoring row per step while there are any, then offload and compress in one step."""
+        request, context = record.request, record.context
+        if request.num_output_placeholders or context != request.num_tokens - 1:
+            return  # the token that ends the context is still in flight
+        own = [] if record.anew else self.blocks.of_request(request)
+        held = (own or ids(record.blocks))[: self.plan.blocks_for(context)]
+        scratch = ids(record.blocks)[len(held) :] if record.anew else ids(record.blocks)
+        tokens = list(request.all_token_ids[:context])
+        if record.probes is None:
+            record.probes = METHODS[record.spec.name].probes(tokens, record.spec, self.texts)
+        if record.probes_sent < len(record.probes):
+            probe, index = record.probes[record.probes_sent], record.probes_sent
+            record.probes_sent += 1
+            row = ProbeRow(
+                record.row_id(f"probe{context}.{index}"),
+                record.request_id,
+                record.slot,
+                index,
+                context,
+                record.spec,
+                (*held, *scratch),
+                replay=probe.start < context,
+            )
+            out.probes.append(Probing(record, row, [*tokens[: probe.start], *probe.tokens], probe.start))
+            self._forgotten.append(row.row_id)  # from the next step on
+            return
+        if not record.anew:
+            out.before.append(Offload(record.request_id, tuple(held), tuple(record.host_pages[: len(held)])))
+        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec))
+        record.settling = True
+        out.settling.append(record)
+
+    def _draft(self, record: Detached, out: StepPlan) -> None:
+        round_ = self.planner.tracks[record.request_id].round
+        assert round_ is not None
+        before = round_.issued - 1
+        if before == 0:
+            record.shadow_id, record.drafts = record.row_id(f"draft{len(record.rounds)}"), []
+        assert record.shadow_id is not None
+        row = DraftRow(record.shadow_id, record.request_id, record.slot, record.base)
+        out.drafts.append(Draft(record, row, record.context + before, before))
+
+    def _verify(self, record: Detached, count: int, out: StepPlan) -> None:
+        context, drafts = record.context, record.drafts[:count]
+        out.verifies.append(Verify(record, VerifyRow(record.request_id, record.slot, record.base), context, drafts))
+        first, end = context // self.plan.block_tokens, self.plan.blocks_for(context + 1 + len(drafts))
+        blocks, pages = ids(record.blocks)[first:end], record.host_pages[first:end]
+        out.after.append(WriteBack(record.request_id, tuple(blocks), tuple(pages)))
+        self._retire_shadow(record, out.forget)
+
+    def _retire_shadow(self, record: Detached, where: list[str]) -> None:
+        if record.shadow_id is not None:
+            where.append(record.shadow_id)
+        record.shadow_id, record.drafts = None, []
+
+    def _extend_host(self, record: Detached) -> bool:
+        """Host pages for the next round; fewer shorten it. False when not even one more token fits."""
+        missing = self.plan.blocks_for(record.request.num_tokens + self.settings.window) - len(record.host_pages)
+        while missing > 0 and (page := self.host.take(1)) is not None:
+            record.host_pages.extend(page)
+            missing -= 1
+        return len(record.host_pages) * self.plan.block_tokens >= record.request.num_tokens
+
+    def _transient_pages(self, running: Iterable[Request], head_blocks: int) -> int:
+        """Blocks that transient KV may use: free ones and those rounds hold already, minus what plain rows and
+        the first waiting request will need within the window."""
+        in_rounds = (State.LOADING, State.VERIFYING)
+        held = sum(len(self.records[i].blocks) for i, t in self.planner.tracks.items() if t.state in in_rounds)
+        growth = 0
+        for request in running:
+            tokens = max(request.num_prompt_tokens, request.num_tokens + self.settings.window)
+            target = self.plan.blocks_for(min(tokens, self.bounds.max_model_len))
+            growth += max(0, target - self.plan.blocks_for(request.num_computed_tokens))
+        return self.blocks.free + held - growth - head_blocks
+
+    # -- what the planner asks (scheduler.planner.Host) --------------------------------------------------
+
+    def draft_limit(self, request_id: str) -> int:
+        record = self.records[request_id]
+        request = record.request
+        return max(
+            0,
+            min(
+                request.max_tokens - request.num_output_tokens - 1,
+                self.bounds.max_model_len - request.num_tokens - 1,
+                record.tail_capacity - (record.context - record.base) - 1,
+                len(record.host_pages) * self.plan.block_tokens - request.num_tokens,
+                self.settings.window - 1,
+            ),
+        )
+
+    def demand(self, request_id: str, anchor: int) -> Demand:
+        request = self.records[request_id].request
+        hold = self.bounds.depth - 1
+        num_bytes = self.plan.blocks_for(request.num_computed_tokens) * self.plan.block_bytes
+        bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
+        span, link_ns = reload_span(num_bytes, bandwidth, iteration, self.settings.window - hold)
+        pages = self.plan.blocks_for(request.num_tokens + self.draft_limit(request_id))
+        return Demand(anchor, span, link_ns, pages, hold)
+
+    def take_pages(self, request_id: str) -> bool:
+        record, round_ = self.records[request_id], self.planner.tracks[request_id].round
+        assert round_ is not None
+        blocks = self.blocks.take(self.plan.blocks_for(record.request.num_tokens + round_.limit))
+        record.blocks = blocks or []
+        return blocks is not None
+
+    # -- digesting one step ------------------------------------------------------------------------------
+
+    def failed_reloads(self, report: StepReport) -> list[Detached]:
+        """Requests whose reload failed: a verify row that ran on it must be dropped before anyone reads it."""
+        lost = {f.request_id for f in report.failures if f.op == Load.__name__}
+        return [self.records[i] for i in lost if i in self.records]
+
+    def collect(self, plan: StepPlan, report: StepReport, sampled: Mapping[str, Sequence[int]]) -> None:
+        """Take in what the workers sampled for our rows, before vLLM processes the output."""
+        self.stats.digest(report)
+        for transfer in report.transfers:
+            self.throughput.transferred(transfer.num_bytes, transfer.seconds)
+        for draft in plan.drafts:
+            record = draft.record
+            if record.shadow_id == draft.row.row_id and self._is_live(record):
+                (token,) = sampled[draft.row.row_id]
+                record.drafts.append(token)
+                self.planner.drafted(record.request_id, last=token in end_tokens(record.request))
+        for verify in plan.verifies:
+            if self._is_live(verify.record):
+                verify.record.rounds.append((len(verify.drafts), len(sampled[verify.record.request_id]) - 1))
+
+    def digest(self, plan: StepPlan, report: StepReport) -> tuple[list[Detached], list[Detached]]:
+        """Settle a step after vLLM has processed its output. Returns (rejoin, recompute): requests that become
+        plain rows again with their KV still in vLLM's blocks, and those whose KV is gone."""
+        failed = {f.request_id for f in report.failures}
+        rejoin, recompute = [], []
+        for record in plan.settling:
+            if not self._is_live(record):
+                continue
+            if record.request_id in failed:
+                (recompute if record.anew else rejoin).append(record)
+            else:
+                self._settle(record, report.compressed[record.request_id])
+        for verify in plan.verifies:
+            record = verify.record
+            if not self._is_live(record):
+                continue
+            if record.request_id in failed:  # the host copy lacks what this verify added
+                recompute.append(record)
+            elif record.context - record.base < self.settings.tail_tokens:
+                self._give(record)
+                self.planner.verified(record.request_id, record.context)
+            elif not self._compress_anew(record):
+                recompute.append(record)
+        for record in (*rejoin, *recompute):
+            self.abandon(record)
+        return rejoin, recompute
+
+    def _is_live(self, record: Detached) -> bool:
+        return self.records.get(record.request_id) is record
+
+    def _settle(self, record: Detached, head_pages: int) -> None:
+        """The slot is filled: give the full KV's blocks back and wait for a round."""
+        if not record.anew:
+            record.blocks = self.blocks.detach(record.request) + record.blocks
+        self._give(record)
+        record.base, record.anew, record.settling = record.context, False, False
+        record.probes, record.probes_sent = None, 0
+        tables = 4 * (head_pages + self.plan.layers * self.plan.kv_heads)  # int32 page ids and counts
+        record.compressed_bytes = head_pages * self.plan.page_bytes + tables
+        record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
+        self.planner.demoted(record.request_id, record.context)
+
+    def _compress_anew(self, record: Detached) -> bool:
+        """The tail is long: compress the whole context again while its full KV is on the device."""
+        try:
+            spec = self._fitted(record.request.num_tokens)
+        except MethodError:
+            return False
+        units = self._units(spec, record.context, record.tail_capacity)
+        if not self.arena.take(max(0, units - record.arena_units)):
+            # Stay within the pages the request has: as many tokens as the slot holds now, of a longer context.
+            kept = kept_count(record.spec.ratio, record.base, spec.sinks, spec.recent)
+            spec, units = replace(spec, ratio=kept / record.context), record.arena_units
+        missing = self.plan.blocks_for(record.context) + self._scratch(spec, record.context) - len(record.blocks)
+        scratch = self.blocks.take(max(0, missing))
+        record.arena_units = max(units, record.arena_units)
+        if scratch is None:
+            return False
+        record.blocks = record.blocks + scratch
+        record.spec, record.anew = spec, True
+        self.planner.demote(record.request_id)
+        return True
+
+    # -- giving back ---------------------------------------------------------------------------------------
+
+    def finish(self, request_id: str) -> Detached | None:
+        """The request ended (in any state). Returns its record, whose resources are on their way back."""
+        self._recoveries.pop(request_id, None)
+        record = self.records.pop(request_id, None)
+        if record is not None:
+            self.planner.finish(request_id)
+            self._release(record)
+        return record
+
+    def abandon(self, record: Detached) -> None:
+        """The request becomes a plain vLLM row again."""
+        del self.records[record.request_id]
+        self._recoveries[record.request_id] = self._recoveries.get(record.request_id, 0) + 1
+        self.planner.reside(record.request_id)
+        self._release(record)
+
+    def _release(self, record: Detached) -> None:
+        self._retire_shadow(record, self._forgotten)
+        self._give(record)
+        pages, record.host_pages = record.host_pages, []
+        self.fence.after_in_flight(lambda: self.host.release(pages))
+        # The slot's pages are freed by the operation, which precedes any that fills the slot again.
+        self._queued.append(DropSlot(record.slot))
+        self.slots.release([record.slot])
+        self.arena.release(record.arena_units)
+
+    def _give(self, record: Detached) -> None:
+        blocks, record.blocks = record.blocks, []
+        if blocks:
+            self.fence.after_in_flight(lambda: self.blocks.give(blocks))

@@ -1,0 +1,64 @@
+"""The record of one request that is not a plain vLLM row: what it owns and how its rounds went."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from compressors import MethodSpec, Probe
+
+
+@dataclass
+class Detached:
+    """Everything a detached request owns is listed here and released in one place (``Coordinator._release``)."""
+
+    request: Request
+    spec: MethodSpec
+    slot: int
+    arena_units: int  # head pages reserved: the compressed context's bound and the tail's capacity
+    tail_capacity: int  # uncompressed tokens the reservation holds
+    host_pages: list[int]
+    base: int = 0  # context tokens when the slot was filled
+    blocks: list[KVCacheBlock] = field(default_factory=list)  # device blocks held: transient pages, or scratch
+    anew: bool = False  # being compressed again at a verify boundary: ``blocks`` hold the context
+    probes: list[Probe] | None = None  # scoring rows; None until the context is complete
+    probes_sent: int = 0
+    settling: bool = False  # the compression has been issued
+    drafts: list[int] = field(default_factory=list)  # known draft ids of the running round
+    shadow_id: str | None = None  # row id of the running round's draft row
+    rounds: list[tuple[int, int]] = field(default_factory=list)  # (drafts verified, drafts accepted)
+    compressed_bytes: int = 0  # compressed pages, their tables and counts, at the last compression
+    full_bytes: int = 1  # full KV of the same context
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def context(self) -> int:
+        """Tokens whose KV is exact; the position of the pending token."""
+        return self.request.num_computed_tokens
+
+    def row_id(self, kind: str) -> str:
+        """Id of an internal batch row. vLLM's request ids are unique and this extends one; every round and probe
+        has its own, so that the worker never rewinds a row."""
+        return f"{self.request_id}#{kind}"
+
+    def summary(self) -> dict[str, Any]:
+        """What the response says about this request (JSON types only)."""
+        accepted = sum(a for _, a in self.rounds)
+        return {
+            "mode": "draft",
+            "compressor": self.spec.name,
+            "counts": self.spec.counts,
+            "ratio": self.spec.ratio,
+            "compressed_fraction": round(self.compressed_bytes / self.full_bytes, 4),
+            "rounds": len(self.rounds),
+            "draft_tokens": sum(k for k, _ in self.rounds),
+            "accepted_tokens": accepted,
+            # vLLM's convention: the token the verifier adds is counted.
+            "acceptance_length": round(1 + accepted / len(self.rounds), 3) if self.rounds else None,
+            "drafted_per_round": [k for k, _ in self.rounds],
+            "accepted_per_round": [a for _, a in self.rounds],
+        }

@@ -1,0 +1,32 @@
+"""Which requests may leave the device, and why the others stay plain vLLM rows."""
+
+from vllm.v1.request import Request
+
+
+def resident_reason(request: Request, min_prompt_tokens: int) -> str | None:
+    """None when the request may draft, else the reason it stays resident (told to the client)."""
+    params = request.sampling_params
+    if params is None:
+        return "pooling requests have no tokens to draft"
+    if request.num_prompt_tokens < min_prompt_tokens:
+        return f"prompt of {request.num_prompt_tokens} tokens is shorter than min_prompt_tokens {min_prompt_tokens}"
+    if request.max_tokens < 3:
+        return f"max_tokens {request.max_tokens} leaves nothing to draft"
+    for present, what in (
+        (request.use_structured_output, "structured outputs"),
+        (request.has_encoder_inputs, "multimodal inputs"),
+        (request.prompt_embeds is not None, "prompt embeddings"),
+        (request.lora_request is not None, "LoRA adapters"),
+        (request.resumable, "streaming input sessions"),
+        (params.thinking_token_budget is not None, "thinking_token_budget"),
+    ):
+        if present:
+            return f"drafting with {what} is not supported yet"
+    return None
+
+
+def end_tokens(request: Request) -> frozenset[int]:
+    """Tokens after which nothing is worth drafting (as ``vllm.v1.core.sched.utils.check_stop`` ends at them)."""
+    params = request.sampling_params
+    eos = () if params.eos_token_id is None else (params.eos_token_id,)
+    return frozenset((*eos, *(params.stop_token_ids or ())))

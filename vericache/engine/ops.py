@@ -1,0 +1,141 @@
+"""Typed messages between the scheduler process and the workers: batch rows, KV operations, their results.
+
+The scheduler owns every id (device blocks, host pages, arena slots); a worker only moves bytes between the ids
+it is told. Operations run in order, so whatever an earlier step still does with an id is done before a later
+operation can give it to somebody else.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from compressors import MethodSpec
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A one-token decode row of request ``parent_id`` that reads the arena slot instead of vLLM's pages."""
+
+    row_id: str
+    parent_id: str
+    slot: int
+    base: int  # context tokens when the slot was filled: tail index = position - base
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """The request's own row over its reloaded pages; its K/V also refreshes the slot's tail."""
+
+    row_id: str
+    slot: int
+    base: int
+
+
+@dataclass(frozen=True)
+class ProbeRow:
+    """One row of a scoring pass over the request's device pages ``blocks``."""
+
+    row_id: str
+    parent_id: str
+    slot: int
+    index: int  # which probe of the pass
+    context: int
+    spec: MethodSpec
+    blocks: tuple[int, ...]
+    replay: bool  # known positions: K/V must not be written again
+
+
+Row = DraftRow | VerifyRow | ProbeRow
+
+
+@dataclass(frozen=True)
+class DropSlot:
+    """Free the arena pages of a slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Copy device blocks to host pages."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Select from the scored context in ``blocks`` and fill the arena slot."""
+
+    request_id: str
+    slot: int
+    blocks: tuple[int, ...]
+    context: int
+    spec: MethodSpec
+
+
+@dataclass(frozen=True)
+class Load:
+    """Copy host pages to device blocks, before the forward pass."""
+
+    request_id: str
+    pages: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WriteBack:
+    """Copy the blocks a verify row has written to their host pages, after the forward pass."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+Op = DropSlot | Offload | Compress | Load | WriteBack
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What one step does beyond vLLM's own rows."""
+
+    rows: tuple[Row, ...] = ()
+    before: tuple[Op, ...] = ()
+    after: tuple[Op, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An operation on a request's KV that raised. ``op`` is the operation's class name."""
+
+    request_id: str
+    op: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes moved by one kind of operation in one step, and the time it took (seconds)."""
+
+    op: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """A worker's answer to one ``StepMetadata``."""
+
+    failures: list[Failure] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    compressed: dict[str, int] = field(default_factory=dict)  # request -> head pages used
+    arena_bytes: int = 0  # held by slots after this step
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
+        """Combine the ranks' reports: every failure counts, sizes are the largest rank's."""
+        assert isinstance(other, StepReport)
+        mine, theirs = self.compressed, other.compressed
+        pages = {k: max(mine.get(k, 0), theirs.get(k, 0)) for k in mine | theirs}
+        slower = max(self.transfers, other.transfers, key=lambda ts: sum(t.seconds for t in ts))
+        return StepReport(self.failures + other.failures, slower, pages, max(self.arena_bytes, other.arena_bytes))

@@ -1,0 +1,65 @@
+"""What the coordinator decides for one step."""
+
+from dataclasses import dataclass, field
+
+from vericache.engine.detached import Detached
+from vericache.engine.ops import DraftRow, Op, ProbeRow, VerifyRow
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of the engine: context length, batch rows, tokens per step, steps in flight."""
+
+    max_model_len: int
+    seats: int
+    step_tokens: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Verify:
+    """A verify row of one step: ``drafts`` on top of the pending token at position ``context``."""
+
+    record: Detached
+    row: VerifyRow
+    context: int
+    drafts: list[int]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft row of one step: its token is at ``position``, ``before`` drafts of the round precede it."""
+
+    record: Detached
+    row: DraftRow
+    position: int
+    before: int
+
+
+@dataclass(frozen=True)
+class Probing:
+    """A scoring row of one step: ``tokens[start:]`` are computed."""
+
+    record: Detached
+    row: ProbeRow
+    tokens: list[int]
+    start: int
+
+
+@dataclass
+class StepPlan:
+    """One step's extra rows and operations, and what to settle when its result is known."""
+
+    drafts: list[Draft] = field(default_factory=list)
+    verifies: list[Verify] = field(default_factory=list)
+    probes: list[Probing] = field(default_factory=list)
+    settling: list[Detached] = field(default_factory=list)  # compressions issued in this step
+    before: list[Op] = field(default_factory=list)
+    after: list[Op] = field(default_factory=list)
+    forget: list[str] = field(default_factory=list)  # row ids the workers can drop before this step
+    recompute: list[Detached] = field(default_factory=list)  # cannot go on (host store full)
+
+    @property
+    def num_tokens(self) -> int:
+        verify = sum(1 + len(v.drafts) for v in self.verifies)
+        return len(self.drafts) + verify + sum(len(p.tokens) - p.start for p in self.probes)

@@ -1,0 +1,212 @@
+"""vLLM's scheduler with draft-and-verify rounds: the seam between vLLM's loop and the coordinator.
+
+Relies on ``Scheduler.schedule`` calling ``_build_kv_connector_meta`` (the last point at which rows can be added to a
+``SchedulerOutput``) and then ``_update_after_schedule``; on ``update_from_output`` skipping ids that are not in
+``self.requests`` (draft and scoring rows never are), and on its calls of ``_update_request_with_output`` and
+``_free_request``; on ``_preempt_request`` for requests that must be recomputed.
+"""
+
+import random
+import time
+from collections import deque
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vericache.engine import rows
+from vericache.engine.blocks import DeviceBlocks, ids
+from vericache.engine.connector import VeriCacheConnector, report_of
+from vericache.engine.coordinator import Coordinator
+from vericache.engine.detached import Detached
+from vericache.engine.ops import StepMetadata
+from vericache.engine.plan import Bounds, StepPlan
+from vericache.engine.settings import MemoryPlan, settings_of
+from vericache.engine.support import check_pool, check_supported
+from vericache.engine.texts import probe_texts
+
+_PROBE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+
+
+class VeriCacheScheduler(AsyncScheduler):
+    """Injects draft, verify and scoring rows; long requests leave ``running`` while they draft."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_supported(self.vllm_config)
+        assert isinstance(self.connector, VeriCacheConnector)
+        settings = settings_of(self.vllm_config)
+        plan = MemoryPlan.of(self.vllm_config, self.kv_cache_config)
+        self._seats = self.max_num_active_reqs
+        bounds = Bounds(
+            self.max_model_len, self._seats, self.max_num_scheduled_tokens, self.vllm_config.max_concurrent_batches
+        )
+        if settings.mode != "off":
+            check_pool(settings, plan, bounds)
+        texts = probe_texts(self.vllm_config.model_config, settings.compressor)
+        self.coordinator = Coordinator(settings, plan, DeviceBlocks(self.kv_cache_manager), bounds, texts)
+        self._plan = StepPlan()
+        self._in_flight: deque[StepPlan] = deque()
+        self._busy = False
+        # Requests without a seed get one, in arrival order: vLLM's own --seed makes them reproducible.
+        self._seeds = random.Random(self.vllm_config.model_config.seed)
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        params = request.sampling_params
+        if params is not None and params.seed is None and params.temperature > 0:
+            params.seed = self._seeds.getrandbits(62)
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            # vLLM sizes it by num_speculative_tokens, which is 0 here.
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.coordinator.settings.window)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        running, waiting = super().get_request_counts()
+        return running + len(self.coordinator.records), waiting
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Called exactly once for every request that ends, from whatever state."""
+        assert isinstance(self.connector, VeriCacheConnector)
+        reason = self.coordinator.resident_reason(request)
+        record = self.coordinator.finish(request.request_id)
+        summary = record.summary() if record is not None else {"mode": "resident", "reason": reason or "no memory"}
+        self.connector.summarise(request.request_id, summary)
+        return super()._free_request(request, delay_free_blocks)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Detached requests hold KV of the old weights on host and device: they are recomputed like running ones."""
+        if reset_running_requests:
+            for record in list(self.coordinator.records.values()):
+                self.coordinator.abandon(record)
+                self._recompute(record)
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    # -- scheduling --------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self.coordinator.throughput.step(time.monotonic(), self._busy)
+        self._plan = self._make_plan() if self._pause_state != PauseState.PAUSED_ALL else StepPlan()
+        budget, seats = self.max_num_scheduled_tokens, self.max_num_active_reqs
+        self.max_num_scheduled_tokens = budget - self._plan.num_tokens
+        # Admission only: max_num_running_reqs is the size of the runner's batch and asserted on.
+        self.max_num_active_reqs = seats - len(self.coordinator.records)
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens, self.max_num_active_reqs = budget, seats
+        self._in_flight.append(self._plan)
+        self._busy = output.total_num_scheduled_tokens > 0
+        self.coordinator.fence.step_scheduled()
+        self._observe(output)
+        return output
+
+    def _make_plan(self) -> StepPlan:
+        for request in list(self.running):
+            # Everything known so far is scheduled: the next row would be a decode row.
+            ready = not request.is_prefill_chunk and request.num_computed_tokens >= request.num_prompt_tokens
+            if ready and self.coordinator.resident_reason(request) is None and self.coordinator.detach(request):
+                self.running.remove(request)
+        head = next(iter(self.waiting), None)
+        seat_free = len(self.running) + len(self.coordinator.records) < self._seats
+        blocks = self.coordinator.plan.blocks_for(head.num_tokens) if head is not None and seat_free else 0
+        plan = self.coordinator.step(self.running, blocks)
+        for record in plan.recompute:
+            self._recompute(record)
+        self.finished_req_ids.update(plan.forget)
+        return plan
+
+    def _build_kv_connector_meta(
+        self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
+        assert isinstance(connector, VeriCacheConnector)
+        plan = self._plan
+        for verify in plan.verifies:
+            rows.add_verify_row(scheduler_output, verify.record.request, ids(verify.record.blocks), verify.drafts)
+        for draft in plan.drafts:
+            row_id = draft.row.row_id
+            if draft.before:
+                rows.add_draft_row(scheduler_output, row_id, draft.position, draft.before)
+            else:
+                request = draft.record.request
+                tokens = list(request.all_token_ids[: draft.position + 1])
+                params = rows.shadow_params(request.sampling_params)
+                rows.add_new_row(scheduler_output, row_id, tokens, draft.position, [], params)
+        for probe in plan.probes:
+            count = len(probe.tokens) - probe.start
+            row = probe.row
+            rows.add_new_row(scheduler_output, row.row_id, probe.tokens, probe.start, row.blocks, _PROBE_PARAMS, count)
+        typed = (*(d.row for d in plan.drafts), *(v.row for v in plan.verifies), *(p.row for p in plan.probes))
+        connector.stage(StepMetadata(typed, tuple(plan.before), tuple(plan.after)))
+        # Operations before the forward pass feed it (vLLM would otherwise start them after the launch).
+        scheduler_output.has_sync_kv_loads |= bool(plan.before)
+        return super()._build_kv_connector_meta(connector, scheduler_output)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """vLLM advances every scheduled id; draft and scoring rows are not requests of its books."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        internal = {r: scheduled.pop(r) for r in [*self._plan_rows()] if r in scheduled}
+        super()._update_after_schedule(scheduler_output)
+        scheduled.update(internal)
+
+    def _plan_rows(self) -> list[str]:
+        return [d.row.row_id for d in self._plan.drafts] + [p.row.row_id for p in self._plan.probes]
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        plan = self._in_flight.popleft()
+        report = report_of(model_runner_output.kv_connector_output)
+        for record in self.coordinator.failed_reloads(report):
+            self.coordinator.abandon(record)
+            self._recompute(record)
+        index, tokens = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+        wanted = [*(d.row.row_id for d in plan.drafts), *(v.row.row_id for v in plan.verifies)]
+        self.coordinator.collect(plan, report, {r: list(tokens[index[r]]) for r in wanted})
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        rejoin, recompute = self.coordinator.digest(plan, report)
+        self.running.extend(record.request for record in rejoin)
+        for record in recompute:
+            self._recompute(record)
+        self.coordinator.fence.step_done()
+        return outputs
+
+    def _recompute(self, record: Detached) -> None:
+        """The request's KV is gone: vLLM prefills it again. Output still in flight is dropped, never delivered."""
+        self._preempt_request(record.request, time.monotonic(), drop_stale_output=True)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        if request.request_id not in self.coordinator.records:
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        # AsyncScheduler would hash the request's blocks into the prefix cache; transient blocks never go there.
+        new_token_ids, stopped = Scheduler._update_request_with_output(self, request, new_token_ids)
+        request.num_output_placeholders -= len(new_token_ids)
+        return new_token_ids, stopped
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> SpecDecodingStats | None:
+        """vLLM's counters assume at most num_speculative_tokens (0 here) accepted tokens; ours are in the summary."""
+        return None
+
+    def _observe(self, output: SchedulerOutput) -> None:
+        coordinator = self.coordinator
+        stats = coordinator.stats
+        stats.iterations += 1
+        stats.holds(coordinator.blocks.used * coordinator.plan.block_bytes)
+        if coordinator.settings.trace_iterations:
+            stats.remember(self._plan, coordinator, output.num_scheduled_tokens)

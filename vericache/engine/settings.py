@@ -1,0 +1,65 @@
+"""The configuration as scheduler and workers see it, and the memory plan both derive from it."""
+
+import math
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from vericache.config import KEY, VeriCacheConfig
+from vericache.errors import ConfigError, UnsupportedError
+
+
+def settings_of(vllm_config: VllmConfig) -> VeriCacheConfig:
+    """The VeriCache configuration that travels in vLLM's ``additional_config``."""
+    return VeriCacheConfig(**vllm_config.additional_config[KEY])
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Sizes that scheduler and workers must agree on; both compute them from the same KV cache config."""
+
+    layers: int
+    kv_heads: int
+    block_tokens: int
+    block_bytes: int  # one block of every layer
+    num_blocks: int
+    page_bytes: int  # one head page of the arena
+    arena_pages: int
+    host_pages: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "MemoryPlan":
+        """Raises UnsupportedError for anything but one group of full-attention layers."""
+        settings = settings_of(vllm_config)
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1 or not isinstance(spec := groups[0].kv_cache_spec, FullAttentionSpec):
+            kinds = ", ".join(sorted({type(g.kv_cache_spec).__name__ for g in groups}))
+            raise UnsupportedError(
+                f"the model has {len(groups)} KV cache groups ({kinds}), expected one group of full-attention layers; "
+                f"hybrid, sliding-window, Mamba and MLA models need plain vLLM"
+            )
+        layers = len(groups[0].layer_names)
+        block_bytes = layers * spec.page_size_bytes
+        page_bytes = 2 * settings.page_tokens * spec.head_size * spec.dtype.itemsize
+        fraction = settings.arena_fraction
+        arena_bytes = kv_cache_config.num_blocks * block_bytes * fraction / (1 - fraction)
+        host_pages = int(settings.host_memory_gib * 2**30) // block_bytes
+        if host_pages < 1:
+            raise ConfigError(
+                f"host_memory_gib {settings.host_memory_gib} holds no page: one block of all layers is "
+                f"{block_bytes / 2**20:.1f} MiB; raise host_memory_gib"
+            )
+        return cls(
+            layers,
+            spec.num_kv_heads,
+            spec.block_size,
+            block_bytes,
+            kv_cache_config.num_blocks,
+            page_bytes,
+            math.floor(arena_bytes) // page_bytes,
+            host_pages,
+        )
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)

