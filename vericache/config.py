@@ -1,7 +1,7 @@
 """The one typed configuration. Precedence: flags (or keyword arguments) > environment > YAML file > default."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -96,14 +96,17 @@ def load(
     merged: dict[str, Any] = {}
     path = file or env.get(ENV_FILE)
     if path:
-        merged |= _checked(_read_yaml(Path(path)), f"file {path}", str)
+        values = _read_yaml(Path(path))
+        check_names(values, f"file {path}")
+        merged |= values
     variables = {
         k.removeprefix(ENV_PREFIX).lower(): yaml.safe_load(v)
         for k, v in env.items()
         if k.startswith(ENV_PREFIX) and k != ENV_FILE
     }
-    merged |= _checked(variables, "environment", lambda name: ENV_PREFIX + name.upper())
-    merged |= _checked(dict(flags or {}), "arguments", str)
+    check_names(variables, "the environment", lambda name: ENV_PREFIX + name.upper())
+    check_names(flags or {}, "the arguments")
+    merged |= {**variables, **(flags or {})}
     try:
         return VeriCacheConfig(**merged)
     except ValidationError as error:
@@ -124,10 +127,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _checked(values: dict[str, Any], source: str, spelled: Any) -> dict[str, Any]:
-    for name in values:
+def check_names(names: Iterable[str], source: str, spelled: Callable[[str], str] = str) -> None:
+    """Raises ConfigError for the first name that is no setting, with the nearest one, as ``spelled`` in the source."""
+    for name in names:
         if name not in VeriCacheConfig.model_fields:
             near = get_close_matches(str(name), VeriCacheConfig.model_fields, n=1)
             hint = f"did you mean {spelled(near[0])!r}?" if near else "see `vericache settings` for all of them"
-            raise ConfigError(f"unknown VeriCache setting {spelled(name)!r} in {source}; {hint}")
-    return values
+            raise ConfigError(f"unknown VeriCache setting {spelled(str(name))!r} in {source}; {hint}")

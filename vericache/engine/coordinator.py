@@ -133,7 +133,7 @@ class Coordinator:
                 self._demotion_step(record, out)
             elif state is State.WAITING and not self._extend_host(record):
                 out.recompute.append(record)
-        for record in out.recompute:
+        for record in (*out.rejoin, *out.recompute):
             self.abandon(record)
         limits = Limits(self.throughput.iteration_ns, self._transient_pages(running, head_blocks))
         tick = self.planner.tick(self, limits)
@@ -154,13 +154,18 @@ class Coordinator:
             return  # the token that ends the context is still in flight
         own = [] if record.anew else self.blocks.of_request(request)
         held = (own or ids(record.blocks))[: self.plan.blocks_for(context)]
-        scratch = ids(record.blocks)[len(held) :] if record.anew else ids(record.blocks)
+        device = held + (ids(record.blocks)[len(held) :] if record.anew else ids(record.blocks))
         tokens = list(request.all_token_ids[:context])
         if record.probes is None:
             record.probes = METHODS[record.spec.name].probes(tokens, record.spec, self.texts)
         if record.probes_sent < len(record.probes):
             probe, index = record.probes[record.probes_sent], record.probes_sent
             record.probes_sent += 1
+            length = probe.start + len(probe.tokens)
+            needed = self.plan.blocks_for(length)
+            if needed > len(device) or length > self.bounds.max_model_len:  # texts longer than the method's bound
+                (out.recompute if record.anew else out.rejoin).append(record)
+                return
             row = ProbeRow(
                 record.row_id(f"probe{context}.{index}"),
                 record.request_id,
@@ -168,7 +173,7 @@ class Coordinator:
                 index,
                 context,
                 record.spec,
-                (*held, *scratch),
+                tuple(device[:needed]),
                 replay=probe.start < context,
             )
             out.probes.append(Probing(record, row, [*tokens[: probe.start], *probe.tokens], probe.start))

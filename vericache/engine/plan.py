@@ -57,7 +57,8 @@ class StepPlan:
     before: list[Op] = field(default_factory=list)
     after: list[Op] = field(default_factory=list)
     forget: list[str] = field(default_factory=list)  # row ids the workers can drop before this step
-    recompute: list[Detached] = field(default_factory=list)  # cannot go on (host store full)
+    rejoin: list[Detached] = field(default_factory=list)  # plain rows again, KV still in vLLM's blocks
+    recompute: list[Detached] = field(default_factory=list)  # plain rows again, KV gone (host store full)
 
     @property
     def num_tokens(self) -> int:

@@ -123,6 +123,7 @@ class VeriCacheScheduler(AsyncScheduler):
         seat_free = len(self.running) + len(self.coordinator.records) < self._seats
         blocks = self.coordinator.plan.blocks_for(head.num_tokens) if head is not None and seat_free else 0
         plan = self.coordinator.step(self.running, blocks)
+        self.running.extend(record.request for record in plan.rejoin)
         for record in plan.recompute:
             self._recompute(record)
         self.finished_req_ids.update(plan.forget)

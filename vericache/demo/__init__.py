@@ -1,0 +1,1 @@
+"""The demo: a bundled real model, real long prompts, plain vLLM against VeriCache."""
