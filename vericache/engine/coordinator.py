@@ -107,10 +107,14 @@ class Coordinator:
         return True
 
     def _fitted(self, num_tokens: int) -> MethodSpec:
-        """The configured method with scoring rows that fit beside all drafts and verifies of a step."""
-        beside = self.bounds.step_tokens - self.bounds.seats - self.settings.verify_tokens
-        room = min(beside, self.bounds.max_model_len - num_tokens - 1)
+        """The configured method with scoring rows that fit in a step and behind the context."""
+        room = min(self._scoring_room, self.bounds.max_model_len - num_tokens - 1)
         return METHODS[self.settings.compressor].fit(self.settings.method, room)
+
+    @property
+    def _scoring_room(self) -> int:
+        """Tokens that scoring rows may take of a step: what all drafts and verifies leave of it."""
+        return self.bounds.step_tokens - self.bounds.seats - self.settings.verify_tokens
 
     def _units(self, spec: MethodSpec, context: int, tail: int) -> int:
         kept = kept_count(spec.ratio, context, spec.sinks, spec.recent)
@@ -160,6 +164,8 @@ class Coordinator:
             record.probes = METHODS[record.spec.name].probes(tokens, record.spec, self.texts)
         if record.probes_sent < len(record.probes):
             probe, index = record.probes[record.probes_sent], record.probes_sent
+            if out.probe_tokens + len(probe.tokens) > self._scoring_room:
+                return  # another request's scoring row fills this step
             record.probes_sent += 1
             length = probe.start + len(probe.tokens)
             needed = self.plan.blocks_for(length)

@@ -61,6 +61,9 @@ class StepPlan:
     recompute: list[Detached] = field(default_factory=list)  # plain rows again, KV gone (host store full)
 
     @property
+    def probe_tokens(self) -> int:
+        return sum(len(p.tokens) - p.start for p in self.probes)
+
+    @property
     def num_tokens(self) -> int:
-        verify = sum(1 + len(v.drafts) for v in self.verifies)
-        return len(self.drafts) + verify + sum(len(p.tokens) - p.start for p in self.probes)
+        return len(self.drafts) + sum(1 + len(v.drafts) for v in self.verifies) + self.probe_tokens
