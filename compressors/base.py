@@ -154,13 +154,13 @@ class Compressor:
         if self.budget == n:
             counts = torch.full((shape.layers, shape.kv_heads), n, dtype=torch.int64)
             return Kept(counts, torch.arange(n).repeat(shape.layers * shape.kv_heads))
-        scores = self.scorer.scores()
+        scores = self.scorer.scores().float()
         expected = (shape.layers, shape.kv_heads, n)
         if scores.shape != expected or not torch.isfinite(scores).all():
             raise MethodError(
                 f"{self.spec.name} returned scores of shape {tuple(scores.shape)}, "
                 f"{'all finite' if torch.isfinite(scores).all() else 'some not finite'}; expected finite {expected}"
             )
-        scores = scores.float().masked_fill(forced_mask(n, self.spec.sinks, self.spec.recent), float("inf"))
+        scores = scores.masked_fill(forced_mask(n, self.spec.sinks, self.spec.recent), float("inf"))
         counts = allocate(scores, self.budget, self.spec.counts, self.spec.sinks + self.spec.recent)
         return Kept(counts, top_positions(scores, counts))

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compressors.base import Scorer
+from compressors.base import MethodError, MethodSpec, Scorer
 
 
 class Random(Scorer):
@@ -15,6 +15,11 @@ class Random(Scorer):
     name = "random"
     summary = "uniformly random tokens per head; the baseline"
     options: ClassVar[Mapping[str, int]] = {"seed": 0}
+
+    @classmethod
+    def check(cls, spec: MethodSpec) -> None:
+        if not 0 <= cls.option(spec, "seed") < 2**63:
+            raise MethodError(f"random: option 'seed' must lie in 0..2**63 - 1, got {cls.option(spec, 'seed')}")
 
     def scores(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.option(self.spec, "seed"))

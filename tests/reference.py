@@ -29,7 +29,7 @@ class Reference:
         self._visible: Tensor | None = None  # bool [L, H, past]: keys of the past that may be read
         self.seen: Callable[[int, Tensor, Tensor], None] | None = None  # (layer, query, key) of every forward
 
-    def _attention(self, module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):  # noqa: ANN001
+    def _attention(self, module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
         layer = module.layer_idx
         if self.seen is not None:
             self.seen(layer, query[0], key[0])
@@ -75,7 +75,8 @@ class Reference:
             logits = self.forward(chunk, past, torch.cat([mask, tail], -1))
             chosen = choose(logits, range(n, n + len(chunk)))
             known = tokens[n + 1 : n + 1 + len(chunk)]
-            a = next((i for i, (c, t) in enumerate(zip(chosen, known, strict=False)) if c != t), min(len(chunk), len(known)))
+            shown = min(len(chunk), len(known))
+            a = next((i for i in range(shown) if chosen[i] != known[i]), shown)
             accepted.append(a)
             n += a + 1
         return accepted

@@ -65,7 +65,7 @@ class PagePool:
         self.free = list(range(self.data.shape[0] - 1, -1, -1))
 
     def take(self, count: int) -> Tensor:
-        """int32 ``[count]``, all or nothing. Pages come zeroed: a masked key times a stale NaN would be NaN."""
+        """int32 ``[count]``, all or nothing."""
         if count > len(self.free):
             raise ArenaFullError(
                 f"the draft arena has {len(self.free)} of {self.data.shape[0]} head pages free, {count} are needed; "
@@ -74,7 +74,6 @@ class PagePool:
         split = len(self.free) - count
         ids = torch.tensor(self.free[split:], dtype=torch.int32)
         del self.free[split:]
-        self.data[ids.long()] = 0
         return ids
 
     def release(self, ids: Tensor) -> None:
@@ -198,7 +197,7 @@ class DraftArena:
         """Draft attention of one layer: ``query [R, Hq, D]`` in row order -> float32 ``[R, Hq, D]``."""
         rows = query.shape[0]
         lo, hi = work.bounds[layer], work.bounds[layer + 1]
-        q = query.reshape(rows * self.shape.kv_heads, self.shape.group, -1) * scale
+        q = query.reshape(rows * self.shape.kv_heads, self.shape.group, -1).float() * scale
         out = attend_pages(q, self.pool.data, work.pages[lo:hi], work.segments[lo:hi], work.lengths[lo:hi])
         return out.view(rows, self.shape.query_heads, -1)
 

@@ -32,8 +32,8 @@ class DraftCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         runtime = self._runtime()
-        if runtime is not None and runtime.has_drafts:
-            rows = runtime.step.draft_rows
+        rows = runtime.draft_rows if runtime is not None else None
+        if rows is not None:
             seq_lens = common_attn_metadata.seq_lens.clone()
             seq_lens[rows] = 0
             common_attn_metadata = dataclasses.replace(common_attn_metadata, seq_lens=seq_lens)
@@ -69,16 +69,16 @@ class DraftCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        runtime = self.draft.runtime if self.draft is not None and attn_metadata is not None else None
-        if runtime is None or not runtime.only_drafts:
+        draft = self.draft if attn_metadata is not None else None
+        if draft is None or not draft.runtime.only_drafts:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        if runtime is None:
+        if draft is None:
             return output
-        index = self.draft.index
+        runtime, index = draft.runtime, draft.index
         heads = query.view(-1, self.num_heads, self.head_size)
         if runtime.observed:
             runtime.observe(index, heads, key.view(-1, self.num_kv_heads, self.head_size), kv_cache, self.scale)
-        if runtime.has_drafts:
+        if runtime.draft_rows is not None:
             runtime.attend(index, heads, output.view(-1, self.num_heads, self.head_size), self.scale)
         return output
 

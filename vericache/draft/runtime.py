@@ -28,8 +28,9 @@ class DraftRuntime:
         self.step, self.observed = step, observed
 
     @property
-    def has_drafts(self) -> bool:
-        return self.step is not None and self.step.work is not None
+    def draft_rows(self) -> Tensor | None:
+        """The batch's draft rows, int64 ``[R]``; None when there are none."""
+        return self.step.draft_rows if self.step is not None and self.step.work is not None else None
 
     @property
     def only_drafts(self) -> bool:

@@ -1,15 +1,18 @@
 """Scoring passes and compressions on the worker: one ``Compressor`` per slot while its pass runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from compressors import Compressor, Shape, create
+from compressors import Compressor, MethodSpec, Shape, create
 from vericache.draft.arena import DraftArena
 from vericache.engine.ops import Compress, ProbeRow
 from vericache.engine.pages import PageLayout
 from vericache.errors import CompressionError
+
+T = TypeVar("T")
 
 
 class ScoringRow:
@@ -20,22 +23,31 @@ class ScoringRow:
         self._pass, self._index, self._blocks, self._layout = pass_, index, blocks, layout
 
     def observe(self, layer: int, query: Tensor, key: Tensor, cache: Tensor, scale: float) -> None:
-        if self._pass.error is not None:
-            return
-        try:
-            self._pass.compressor.observe(
-                layer, self._index, query, key, lambda p: self._layout.read_keys(cache, self._blocks, p), scale
-            )
-        except Exception as error:  # noqa: BLE001 a compressor is third-party code; the request falls back
-            self._pass.error = error
+        def cached(positions: Tensor) -> Tensor:
+            return self._layout.read_keys(cache, self._blocks, positions)
+
+        self._pass.run(lambda c: c.observe(layer, self._index, query, key, cached, scale))
 
 
 class ScoringPass:
-    """The compressor of one slot between its first probe and its compression."""
+    """The compressor of one slot between its first probe and its compression, and the first exception it raised."""
 
-    def __init__(self, compressor: Compressor) -> None:
-        self.compressor = compressor
+    def __init__(self, spec: MethodSpec, shape: Shape, context: int) -> None:
         self.error: Exception | None = None
+        self._compressor: Compressor | None = None
+        try:
+            self._compressor = create(spec, shape, context)
+        except Exception as error:  # noqa: BLE001 a compressor is third-party code; the request falls back
+            self.error = error
+
+    def run(self, action: Callable[[Compressor], T]) -> T | None:
+        """Nothing runs after the first exception."""
+        if self.error is None and self._compressor is not None:
+            try:
+                return action(self._compressor)
+            except Exception as error:  # noqa: BLE001 as above
+                self.error = error
+        return None
 
 
 class CompressionWorker:
@@ -47,7 +59,7 @@ class CompressionWorker:
 
     def scoring_row(self, row: ProbeRow) -> ScoringRow:
         if row.index == 0:
-            self._passes[row.slot] = ScoringPass(create(row.spec, self._shape, row.context))
+            self._passes[row.slot] = ScoringPass(row.spec, self._shape, row.context)
         return ScoringRow(self._passes[row.slot], row.index, row.blocks, self._layout)
 
     def compress(self, op: Compress) -> int:
@@ -56,13 +68,11 @@ class CompressionWorker:
         Raises:
             CompressionError: the method raised while scoring or selecting; the slot is empty.
         """
-        pass_ = self._passes.pop(op.slot, None) or ScoringPass(create(op.spec, self._shape, op.context))
-        try:
-            if pass_.error is not None:
-                raise pass_.error
-            kept = pass_.compressor.select()
-        except Exception as error:
+        pass_ = self._passes.pop(op.slot, None) or ScoringPass(op.spec, self._shape, op.context)
+        kept = pass_.run(lambda compressor: compressor.select())
+        if kept is None:
             self._arena.drop(op.slot)
+            error = pass_.error
             raise CompressionError(f"compressor {op.spec.name!r} failed: {type(error).__name__}: {error}") from error
         everything = torch.arange(op.context)
         return self._arena.put(op.slot, kept, lambda i: self._layout.read(self._caches[i], op.blocks, everything))

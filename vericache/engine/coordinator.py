@@ -6,19 +6,16 @@ scheduler; ``vericache.engine.scheduler`` writes the plan into vLLM's structures
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 from vllm.v1.request import Request
 
 from compressors import METHODS, MethodError, MethodSpec
-from compressors.budget import kept_count
 from scheduler.admission import Demand, Limits, LockStep, Staggered, reload_span
-from scheduler.ledger import CountPool, Fence, IdPool
 from scheduler.lifecycle import State
 from scheduler.planner import Planner
 from scheduler.throughput import Throughput
 from vericache.config import VeriCacheConfig
-from vericache.draft.arena import page_bound
 from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.detached import Detached
 from vericache.engine.eligibility import end_tokens, resident_reason
@@ -36,11 +33,12 @@ from vericache.engine.ops import (
     WriteBack,
 )
 from vericache.engine.plan import Bounds, Draft, Probing, StepPlan, Verify
+from vericache.engine.reservations import Reservations
 from vericache.engine.settings import MemoryPlan
 
 
 class Coordinator:
-    """Owns every detached request's record, and the pools its resources come from."""
+    """Owns every detached request's record."""
 
     def __init__(
         self,
@@ -52,13 +50,9 @@ class Coordinator:
     ) -> None:
         self.plan, self.blocks, self.bounds, self.texts = plan, blocks, bounds, texts
         self.records: dict[str, Detached] = {}
-        self.slots = IdPool(bounds.seats)
-        self.arena = CountPool(plan.arena_pages)
-        self.host = IdPool(plan.host_pages)
-        self.fence = Fence()
-        self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
+        self.reserved = Reservations(plan, blocks, bounds.seats, settings.page_tokens)
         self.stats = EngineStats()
-        self._recoveries: dict[str, int] = {}
+        self._past: dict[str, Detached] = {}  # records of requests that became plain rows again
         self._queued: list[Op] = []
         self._forgotten: list[str] = []
         self.configure(settings)
@@ -67,6 +61,7 @@ class Coordinator:
         """Change policy, draft length, method or thresholds; only while no request is detached."""
         assert not self.records, f"settings change only while no request is detached, {len(self.records)} are"
         self.settings = settings
+        self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
         policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
         self.planner = Planner(settings.window, policy, settings.draft_length, settings.verify_tokens)
 
@@ -76,8 +71,9 @@ class Coordinator:
         """Why a request stays a plain vLLM row; None when it may draft, resources permitting."""
         if self.settings.mode == "off":
             return "mode is off"
-        if self._recoveries.get(request.request_id, 0) > self.settings.max_recoveries:
-            return "demotion or reload failed too often"
+        past = self._past.get(request.request_id)
+        if past is not None and past.recoveries > self.settings.max_recoveries:
+            return f"demotion or reload failed {past.recoveries} times"
         if reason := resident_reason(request, self.settings.min_prompt_tokens):
             return reason
         try:
@@ -88,20 +84,13 @@ class Coordinator:
 
     def detach(self, request: Request) -> bool:
         """Take everything the request needs to draft, all or nothing; False leaves it resident."""
-        spec = self._fitted(request.num_tokens)
-        context = request.num_tokens
-        tail = min(self.settings.tail_tokens, request.max_tokens) + self.settings.window
-        units = self._units(spec, context, tail)
-        pages = self.plan.blocks_for(context + self.settings.window)
-        scratch = self._scratch(spec, context)
-        if not self.slots.free or units > self.arena.free or pages > self.host.free or scratch > self.blocks.free:
+        window = self.settings.window
+        tail = min(self.settings.tail_tokens, request.max_tokens) + window
+        record = self.reserved.open(request, self._fitted(request.num_tokens), tail, window)
+        if record is None:
             return False
-        self.arena.take(units)
-        slot, host_pages, blocks = self.slots.take(1), self.host.take(pages), self.blocks.take(scratch)
-        assert slot is not None
-        assert host_pages is not None
-        assert blocks is not None
-        record = Detached(request, spec, slot[0], units, tail, host_pages, blocks=blocks)
+        if past := self._past.pop(record.request_id, None):
+            record.rounds, record.recoveries = past.rounds, past.recoveries
         self.records[record.request_id] = record
         self.planner.demote(record.request_id)
         return True
@@ -116,15 +105,6 @@ class Coordinator:
         """Tokens that scoring rows may take of a step: what all drafts and verifies leave of it."""
         return self.bounds.step_tokens - self.bounds.seats - self.settings.verify_tokens
 
-    def _units(self, spec: MethodSpec, context: int, tail: int) -> int:
-        kept = kept_count(spec.ratio, context, spec.sinks, spec.recent)
-        return page_bound(kept, tail, self.plan.layers * self.plan.kv_heads, self.settings.page_tokens)
-
-    def _scratch(self, spec: MethodSpec, context: int) -> int:
-        """Blocks behind the context for the K/V of appending scoring rows."""
-        appended = METHODS[spec.name].appended_tokens(spec, context)
-        return -(-appended // self.plan.block_tokens) + 1 if appended else 0
-
     # -- planning one step -----------------------------------------------------------------------------
 
     def step(self, running: Iterable[Request], head_blocks: int) -> StepPlan:
@@ -135,7 +115,7 @@ class Coordinator:
             state = self.planner.tracks[record.request_id].state
             if state is State.DEMOTING and not record.settling:
                 self._demotion_step(record, out)
-            elif state is State.WAITING and not self._extend_host(record):
+            elif state is State.WAITING and not self._fits_host(record):
                 out.recompute.append(record)
         for record in (*out.rejoin, *out.recompute):
             self.abandon(record)
@@ -164,14 +144,15 @@ class Coordinator:
             record.probes = METHODS[record.spec.name].probes(tokens, record.spec, self.texts)
         if record.probes_sent < len(record.probes):
             probe, index = record.probes[record.probes_sent], record.probes_sent
+            length = probe.start + len(probe.tokens)
+            needed = self.plan.blocks_for(length)
+            too_long = len(probe.tokens) > self._scoring_room or length > self.bounds.max_model_len
+            if too_long or needed > len(device):  # the tokenizer's texts are longer than the method's bound
+                (out.recompute if record.anew else out.rejoin).append(record)
+                return
             if out.probe_tokens + len(probe.tokens) > self._scoring_room:
                 return  # another request's scoring row fills this step
             record.probes_sent += 1
-            length = probe.start + len(probe.tokens)
-            needed = self.plan.blocks_for(length)
-            if needed > len(device) or length > self.bounds.max_model_len:  # texts longer than the method's bound
-                (out.recompute if record.anew else out.rejoin).append(record)
-                return
             row = ProbeRow(
                 record.row_id(f"probe{context}.{index}"),
                 record.request_id,
@@ -214,12 +195,9 @@ class Coordinator:
             where.append(record.shadow_id)
         record.shadow_id, record.drafts = None, []
 
-    def _extend_host(self, record: Detached) -> bool:
+    def _fits_host(self, record: Detached) -> bool:
         """Host pages for the next round; fewer shorten it. False when not even one more token fits."""
-        missing = self.plan.blocks_for(record.request.num_tokens + self.settings.window) - len(record.host_pages)
-        while missing > 0 and (page := self.host.take(1)) is not None:
-            record.host_pages.extend(page)
-            missing -= 1
+        self.reserved.extend_host(record, record.request.num_tokens + self.settings.window)
         return len(record.host_pages) * self.plan.block_tokens >= record.request.num_tokens
 
     def _transient_pages(self, running: Iterable[Request], head_blocks: int) -> int:
@@ -292,7 +270,8 @@ class Coordinator:
         """Settle a step after vLLM has processed its output. Returns (rejoin, recompute): requests that become
         plain rows again with their KV still in vLLM's blocks, and those whose KV is gone."""
         failed = {f.request_id for f in report.failures}
-        rejoin, recompute = [], []
+        rejoin: list[Detached] = []
+        recompute: list[Detached] = []
         for record in plan.settling:
             if not self._is_live(record):
                 continue
@@ -306,8 +285,8 @@ class Coordinator:
                 continue
             if record.request_id in failed:  # the host copy lacks what this verify added
                 recompute.append(record)
-            elif record.context - record.base < self.settings.tail_tokens:
-                self._give(record)
+            elif self._tail_lasts(record) or self._extend_tail(record):
+                self.reserved.give_blocks(record)
                 self.planner.verified(record.request_id, record.context)
             elif not self._compress_anew(record):
                 recompute.append(record)
@@ -322,7 +301,7 @@ class Coordinator:
         """The slot is filled: give the full KV's blocks back and wait for a round."""
         if not record.anew:
             record.blocks = self.blocks.detach(record.request) + record.blocks
-        self._give(record)
+        self.reserved.give_blocks(record)
         record.base, record.anew, record.settling = record.context, False, False
         record.probes, record.probes_sent = None, 0
         tables = 4 * (head_pages + self.plan.layers * self.plan.kv_heads)  # int32 page ids and counts
@@ -330,56 +309,55 @@ class Coordinator:
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context)
 
+    def _tail_lasts(self, record: Detached) -> bool:
+        """The tail can hold another whole round, or all output that is left."""
+        used = record.context - record.base
+        return used < self.settings.tail_tokens or used + self._output_left(record) < record.tail_capacity
+
+    def _output_left(self, record: Detached) -> int:
+        request = record.request
+        return min(request.max_tokens - request.num_output_tokens, self.bounds.max_model_len - request.num_tokens)
+
+    def _extend_tail(self, record: Detached) -> bool:
+        """Near its end a request gets a longer tail rather than a compression that pays for a few tokens."""
+        left = self._output_left(record)
+        return left <= 2 * self.settings.window and self.reserved.extend_tail(
+            record, record.context - record.base + left + 1
+        )
+
     def _compress_anew(self, record: Detached) -> bool:
         """The tail is long: compress the whole context again while its full KV is on the device."""
         try:
             spec = self._fitted(record.request.num_tokens)
         except MethodError:
             return False
-        units = self._units(spec, record.context, record.tail_capacity)
-        if not self.arena.take(max(0, units - record.arena_units)):
-            # Stay within the pages the request has: as many tokens as the slot holds now, of a longer context.
-            kept = kept_count(record.spec.ratio, record.base, spec.sinks, spec.recent)
-            spec, units = replace(spec, ratio=kept / record.context), record.arena_units
-        missing = self.plan.blocks_for(record.context) + self._scratch(spec, record.context) - len(record.blocks)
-        scratch = self.blocks.take(max(0, missing))
-        record.arena_units = max(units, record.arena_units)
-        if scratch is None:
-            return False
-        record.blocks = record.blocks + scratch
-        record.spec, record.anew = spec, True
-        self.planner.demote(record.request_id)
-        return True
+        record.anew = self.reserved.refit(record, spec)
+        if record.anew:
+            self.planner.demote(record.request_id)
+        return record.anew
 
     # -- giving back ---------------------------------------------------------------------------------------
 
-    def finish(self, request_id: str) -> Detached | None:
-        """The request ended (in any state). Returns its record, whose resources are on their way back."""
-        self._recoveries.pop(request_id, None)
-        record = self.records.pop(request_id, None)
+    def finish(self, request: Request) -> dict[str, Any]:
+        """The request ended, in any state. Gives back what it owns and returns its summary."""
+        record = self.records.pop(request.request_id, None)
         if record is not None:
-            self.planner.finish(request_id)
+            self.planner.finish(record.request_id)
             self._release(record)
-        return record
+            return record.summary()
+        reason = self.resident_reason(request) or "the draft arena, the host store or the KV pool was full"
+        past = self._past.pop(request.request_id, None)
+        return past.summary(reason) if past else {"mode": "resident", "reason": reason}
 
     def abandon(self, record: Detached) -> None:
         """The request becomes a plain vLLM row again."""
         del self.records[record.request_id]
-        self._recoveries[record.request_id] = self._recoveries.get(record.request_id, 0) + 1
+        record.recoveries += 1
+        self._past[record.request_id] = record
         self.planner.reside(record.request_id)
         self._release(record)
 
     def _release(self, record: Detached) -> None:
         self._retire_shadow(record, self._forgotten)
-        self._give(record)
-        pages, record.host_pages = record.host_pages, []
-        self.fence.after_in_flight(lambda: self.host.release(pages))
-        # The slot's pages are freed by the operation, which precedes any that fills the slot again.
         self._queued.append(DropSlot(record.slot))
-        self.slots.release([record.slot])
-        self.arena.release(record.arena_units)
-
-    def _give(self, record: Detached) -> None:
-        blocks, record.blocks = record.blocks, []
-        if blocks:
-            self.fence.after_in_flight(lambda: self.blocks.give(blocks))
+        self.reserved.close(record)

@@ -30,6 +30,7 @@ class Detached:
     rounds: list[tuple[int, int]] = field(default_factory=list)  # (drafts verified, drafts accepted)
     compressed_bytes: int = 0  # compressed pages, their tables and counts, at the last compression
     full_bytes: int = 1  # full KV of the same context
+    recoveries: int = 0  # times the request had to become a plain row again
 
     @property
     def request_id(self) -> str:
@@ -45,11 +46,14 @@ class Detached:
         has its own, so that the worker never rewinds a row."""
         return f"{self.request_id}#{kind}"
 
-    def summary(self) -> dict[str, Any]:
-        """What the response says about this request (JSON types only)."""
+    def summary(self, resident_reason: str | None = None) -> dict[str, Any]:
+        """What the response says about this request (JSON types only). ``resident_reason``: why it ended as a plain
+        row, None when it drafted to its end."""
         accepted = sum(a for _, a in self.rounds)
         return {
-            "mode": "draft",
+            "mode": "draft" if resident_reason is None else "resident",
+            "reason": resident_reason,
+            "recoveries": self.recoveries,
             "compressor": self.spec.name,
             "counts": self.spec.counts,
             "ratio": self.spec.ratio,

@@ -24,6 +24,7 @@ from vericache.engine.ops import (
     StepMetadata,
     StepReport,
     Transfer,
+    VerifyRow,
     WriteBack,
 )
 from vericache.engine.pages import PageLayout
@@ -63,8 +64,7 @@ class KVWorker:
             is_draft = isinstance(row, DraftRow)
             if is_draft or (isinstance(row, ProbeRow) and row.replay):
                 unwritten.extend(range(lo, hi))
-            in_arena = row is not None and not isinstance(row, ProbeRow)
-            entries.append(ArenaRow(row.slot, row.base, is_draft) if in_arena else None)
+            entries.append(ArenaRow(row.slot, row.base, is_draft) if isinstance(row, DraftRow | VerifyRow) else None)
         step = build_step(self.arena, entries, query_start, positions.tolist()) if any(entries) else None
         self.runtime.begin(step, observed)
         return torch.tensor(unwritten, dtype=torch.int64)

@@ -1,6 +1,6 @@
 """What the engine measured: bytes moved, peak KV memory, and the schedule itself."""
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ class EngineStats:
     """Counters since the engine started (or ``clear``). Bytes; ``moved`` is keyed by operation name."""
 
     moved: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     failures: Counter[str] = field(default_factory=Counter)
     iterations: int = 0
     peak_kv_bytes: int = 0  # vLLM blocks in use and the arena's pages in use, at the same time

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, build_logitsprocs
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
@@ -119,8 +119,8 @@ def _processors(owners: Sequence[RequestRow], outputs: Sequence[list[int]]) -> L
     if not any(o.params.logit_bias or o.params.min_tokens or o.params.min_p for o in owners):
         return LogitsProcessors()
     # The constructors read the number of rows from the configuration and nothing else.
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(owners)), speculative_config=None)
-    processors = build_logitsprocs(config, torch.device("cpu"), False, False)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(owners)))
+    processors = LogitsProcessors(p(config, torch.device("cpu"), False) for p in BUILTIN_LOGITS_PROCESSORS)
     added = [(i, o.params, list(o.prompt), out) for i, (o, out) in enumerate(zip(owners, outputs, strict=True))]
     update = BatchUpdate(batch_size=len(owners), removed=[], added=added, moved=[])
     for processor in processors.all:

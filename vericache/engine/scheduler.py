@@ -40,6 +40,9 @@ _PROBE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 class VeriCacheScheduler(AsyncScheduler):
     """Injects draft, verify and scoring rows; long requests leave ``running`` while they draft."""
 
+    max_num_active_reqs: int
+    max_num_scheduled_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_supported(self.vllm_config)
@@ -80,10 +83,7 @@ class VeriCacheScheduler(AsyncScheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Called exactly once for every request that ends, from whatever state."""
         assert isinstance(self.connector, VeriCacheConnector)
-        reason = self.coordinator.resident_reason(request)
-        record = self.coordinator.finish(request.request_id)
-        summary = record.summary() if record is not None else {"mode": "resident", "reason": reason or "no memory"}
-        self.connector.summarise(request.request_id, summary)
+        self.connector.summarise(request.request_id, self.coordinator.finish(request))
         return super()._free_request(request, delay_free_blocks)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -109,7 +109,7 @@ class VeriCacheScheduler(AsyncScheduler):
             self.max_num_scheduled_tokens, self.max_num_active_reqs = budget, seats
         self._in_flight.append(self._plan)
         self._busy = output.total_num_scheduled_tokens > 0
-        self.coordinator.fence.step_scheduled()
+        self.coordinator.reserved.fence.step_scheduled()
         self._observe(output)
         return output
 
@@ -183,7 +183,7 @@ class VeriCacheScheduler(AsyncScheduler):
         self.running.extend(record.request for record in rejoin)
         for record in recompute:
             self._recompute(record)
-        self.coordinator.fence.step_done()
+        self.coordinator.reserved.fence.step_done()
         return outputs
 
     def _recompute(self, record: Detached) -> None:

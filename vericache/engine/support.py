@@ -1,5 +1,7 @@
 """What cannot be served, refused at start with a sentence that says why."""
 
+from typing import Any
+
 import vllm
 from vllm.config import VllmConfig
 
@@ -28,6 +30,7 @@ def check_supported(config: VllmConfig) -> None:
         (model.is_encoder_decoder, "cross attention", "the encoder's KV is not part of the compressed cache"),
         (model.is_attention_free or model.is_hybrid, "Mamba or linear-attention layers", "their state has no rollback"),
         (model.use_mla, "multi-head latent attention", "the arena stores keys and values per head"),
+        (_has_windows(model.hf_text_config), "sliding-window layers", "their KV is bounded and must not be compressed"),
         (model.uses_alibi, "ALiBi position biases", "draft attention has no biases"),
         (model.uses_mrope, "multimodal rotary positions", "draft rows carry one position per token"),
         (config.speculative_config is not None, "speculative decoding", "VeriCache's rounds use the same verify rows"),
@@ -42,6 +45,13 @@ def check_supported(config: VllmConfig) -> None:
             raise UnsupportedError(
                 f"this server uses {what}, which VeriCache does not support: {why}. Use plain vLLM, or another model"
             )
+
+
+def _has_windows(config: Any) -> bool:
+    """Transformers names every layer's attention where layers differ; older configurations have one window."""
+    if layer_types := getattr(config, "layer_types", None):
+        return any(t != "full_attention" for t in layer_types)
+    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
 def check_pool(settings: VeriCacheConfig, plan: MemoryPlan, bounds: Bounds) -> None:

@@ -1,6 +1,6 @@
 """Token ids of the texts a scoring pass appends to a prompt (KVzip's instructions)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm.config import ModelConfig
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -11,7 +11,7 @@ from vericache.errors import ConfigError
 _MARK = "vericache"  # stands for a user's message
 
 
-def probe_texts(model_config: ModelConfig, compressor: str) -> dict[str, Sequence[int]]:
+def probe_texts(model_config: ModelConfig, compressor: str) -> Mapping[str, Sequence[int]]:
     """The compressor's texts, and ``"turn"``: what the chat template puts between a message and the answer (a
     newline when there is no template)."""
     wanted = METHODS[compressor].texts

@@ -1,0 +1,1 @@
+"""Measurements of single parts, each run as `python -m benchmarks.NAME`; results go to `docs/results`."""

@@ -1,0 +1,83 @@
+"""An engine in this process whose settings change between runs: what tests and benchmarks drive."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.outputs import RequestOutput
+
+import vericache
+from compressors import Kept
+from vericache.config import VeriCacheConfig
+from vericache.engine.texts import probe_texts
+
+
+class LiveEngine:
+    """``configure`` returns to the given settings plus what changes. Start the process with
+    ``vericache.demo.worker.ENVIRONMENT``."""
+
+    def __init__(self, folder: Path, engine: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self.folder, self.defaults = folder, dict(settings)
+        self.llm = vericache.LLM(str(folder), vericache=self.defaults, **engine)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.coordinator = self.scheduler.coordinator
+        self.worker = get_kv_transfer_group().worker
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.tokenizer = self.llm.get_tokenizer()
+
+    def configure(self, **settings: Any) -> None:
+        """Settings of the next requests. Iteration time and link speed are fixed unless given, so that a schedule
+        does not depend on the machine's mood."""
+        fixed = {"iteration_seconds": 0.05, "link_bytes_per_second": 1e10}
+        config = VeriCacheConfig(**{**self.defaults, **fixed, **settings})
+        self.coordinator.configure(config)
+        self.coordinator.texts = probe_texts(self.scheduler.vllm_config.model_config, config.compressor)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        given = [{"prompt_token_ids": list(p)} for p in prompts]
+        return self.llm.generate(given, params, use_tqdm=False)
+
+    def plain(self, prompts: Sequence[Sequence[int]], params: Any) -> list[list[int]]:
+        """The same engine and sampler with every request resident."""
+        before = self.coordinator.settings
+        self.coordinator.configure(before.model_copy(update={"min_prompt_tokens": 100_000}))
+        try:
+            return tokens(self.generate(prompts, params))
+        finally:
+            self.coordinator.configure(before)
+
+    @contextmanager
+    def recorded_kept(self) -> Iterator[dict[str, list[Kept]]]:
+        """Kept positions of every compression in order, by the user's request id."""
+        kept: dict[str, list[Kept]] = {}
+        last: list[Kept] = []
+        put, compress = self.worker.arena.put, self.worker.compression.compress
+
+        def recording_put(slot: int, selection: Kept, read: Any) -> int:
+            last[:] = [selection]
+            return put(slot, selection, read)
+
+        def recording_compress(op: Any) -> int:
+            pages = compress(op)
+            kept.setdefault(op.request_id.rpartition("-")[0], []).append(last[0])
+            return pages
+
+        self.worker.arena.put, self.worker.compression.compress = recording_put, recording_compress
+        try:
+            yield kept
+        finally:
+            del self.worker.arena.put, self.worker.compression.compress
+
+
+def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def summaries(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    return [o.kv_transfer_params["vericache"] for o in outputs]

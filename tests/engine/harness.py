@@ -1,0 +1,92 @@
+"""A VeriCache engine in this process, under the tests' control: single steps, two steps in flight, a look at rest."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+
+from benchmarks.engine import LiveEngine
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 1024,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enable_prefix_caching": True,
+}
+SETTINGS: dict[str, Any] = {"min_prompt_tokens": 150, "verify_tokens": 80, "host_memory_gib": 1.0}
+
+
+class Harness(LiveEngine):
+    """One engine for a whole session."""
+
+    # -- single steps --------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+
+    def step(self) -> list[RequestOutput]:
+        return self.llm.llm_engine.step()
+
+    def drain(self, limit: int = 5000) -> dict[str, RequestOutput]:
+        """Step until nothing is unfinished; the finished outputs by request id."""
+        done = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            limit -= 1
+            assert limit > 0, f"the engine makes no progress: {self.states()}"
+            done |= {o.request_id: o for o in self.step() if o.finished}
+        return done
+
+    def run_until(self, condition: Callable[[], bool], limit: int = 2000) -> None:
+        while not condition():
+            limit -= 1
+            assert limit > 0, f"condition not reached: {self.states()}"
+            self.step()
+
+    def states(self) -> dict[str, str]:
+        """State name by the user's request id (vLLM appends a random suffix to it)."""
+        return {r.rpartition("-")[0]: t.state.name for r, t in self.coordinator.planner.tracks.items()}
+
+    @contextmanager
+    def run_ahead(self) -> Iterator[None]:
+        """Two steps in flight, as asynchronous scheduling on a GPU has (vLLM forces it off on the CPU)."""
+        core, coordinator = self.core, self.coordinator
+        saved = core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds
+        core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
+        core.step_fn, coordinator.bounds = core.step_with_batch_queue, replace(coordinator.bounds, depth=2)
+        try:
+            yield
+            while core.batch_queue:
+                core.step_fn()
+        finally:
+            core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds = saved
+
+    def assert_at_rest(self) -> None:
+        """Nothing is held and nothing is left in anyone's books, on both sides."""
+        for _ in range(2):  # deliver what ended requests leave behind: offline engines stop stepping at once
+            self.core.step_fn()
+        scheduler, coordinator = self.scheduler, self.coordinator
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not coordinator.records
+        assert not coordinator.planner.tracks
+        assert not coordinator.reserved.fence.pending
+        assert not scheduler._in_flight
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert coordinator.reserved.host.free == coordinator.reserved.host.size
+        assert coordinator.reserved.slots.free == coordinator.reserved.slots.size
+        assert coordinator.reserved.arena.used == 0
+        assert not any(coordinator.planner.rings.link.cells)
+        assert not any(coordinator.planner.rings.pages.cells)
+        assert not self.worker.arena.slots
+        assert len(self.worker.arena.pool.free) == self.worker.arena.pool.data.shape[0]
+        assert not self.runner.requests

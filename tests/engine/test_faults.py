@@ -1,0 +1,165 @@
+"""Injected faults: the request is recomputed, waits, or stays resident; never a wrong token, never a dead engine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from benchmarks.engine import summaries, tokens
+from compressors.kvzip import KVzip
+from tests.engine.conftest import OUTPUT_TOKENS
+from tests.engine.harness import Harness
+from vericache.store.transfer import Direction, Ticket
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+NAMES = ["continue_code", "summarise"]
+
+
+class BrokenError(Exception):
+    """An error no code of ours knows."""
+
+
+@contextmanager
+def failing_copies(engine: Harness, direction: Direction, fails: Callable[[int], bool]) -> Iterator[list[int]]:
+    """The n-th copy in ``direction`` raises when ``fails(n)``."""
+    copies, count = engine.worker.copies, [0]
+    submit = copies.submit
+
+    def broken_submit(way: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Ticket:
+        if way is direction:
+            count[0] += 1
+            if fails(count[0]):
+                raise BrokenError(f"copy {count[0]} {way.value}")
+        return submit(way, blocks, pages)
+
+    copies.submit = broken_submit
+    try:
+        yield count
+    finally:
+        del copies.submit
+
+
+def check(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> list[dict[str, Any]]:
+    outputs = engine.generate([texts[n] for n in NAMES], GREEDY)
+    assert tokens(outputs) == [stock[n] for n in NAMES]
+    return summaries(outputs)
+
+
+@pytest.mark.parametrize("span", ["one iteration", "several iterations"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_failing_reload(
+    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], span: str, ahead: bool
+) -> None:
+    """Public fault 17: the second reload fails, in the verify's own step or before it. The verify row's output is
+    dropped, the request is prefilled again, the failure is counted."""
+    bandwidth = 1e10 if span == "one iteration" else 1e8
+    engine.configure(draft_length=9, iteration_seconds=0.05, link_bytes_per_second=bandwidth)
+    before = engine.coordinator.stats.failures["Load"]
+    with failing_copies(engine, Direction.TO_DEVICE, lambda n: n == 2):
+        if ahead:
+            with engine.run_ahead():
+                reports = check(engine, texts, stock)
+        else:
+            reports = check(engine, texts, stock)
+    assert engine.coordinator.stats.failures["Load"] == before + 1
+    assert sorted(r["recoveries"] for r in reports) == [0, 1]
+    assert all(r["mode"] == "draft" for r in reports)
+
+
+def test_every_reload_fails(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
+    engine.configure(draft_length=9, max_recoveries=1)
+    with failing_copies(engine, Direction.TO_DEVICE, lambda n: True):
+        reports = check(engine, texts, stock)
+    assert [r["mode"] for r in reports] == ["resident", "resident"]
+    assert all("failed 2 times" in r["reason"] for r in reports)
+
+
+def test_failing_write_back(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
+    """Public fault 19: the verify's tokens stand (they came from full KV), the stale host copy is given up."""
+    engine.configure(draft_length=9)
+    with failing_copies(engine, Direction.TO_HOST, lambda n: n == 4) as count:
+        reports = check(engine, texts, stock)
+    assert count[0] > 4
+    assert sorted(r["recoveries"] for r in reports) == [0, 1]
+
+
+def test_failing_offload(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
+    """The KV is still on the device: the request goes on as a plain row and is demoted again."""
+    engine.configure(draft_length=9)
+    with failing_copies(engine, Direction.TO_HOST, lambda n: n == 1):
+        reports = check(engine, texts, stock)
+    assert sorted(r["recoveries"] for r in reports) == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["observe", "scores"])
+def test_failing_compressor(
+    engine: Harness,
+    texts: dict[str, list[int]],
+    stock: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    def broken(*args: Any) -> None:
+        raise BrokenError("this compressor always fails")
+
+    monkeypatch.setattr(KVzip, method, broken)
+    engine.configure(compressor="kvzip", max_recoveries=1)
+    reports = check(engine, texts, stock)
+    assert [r["mode"] for r in reports] == ["resident", "resident"]
+    monkeypatch.undo()
+    assert [r["mode"] for r in check(engine, texts, stock)] == ["draft", "draft"]
+
+
+def test_full_host_store(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
+    """No host page is free at admission: requests stay resident. It fills up later: the request is recomputed."""
+    host = engine.coordinator.reserved.host
+    engine.configure(draft_length=9)
+    hostage = host.take(host.free) or []
+    reports = check(engine, texts, stock)
+    assert [r["mode"] for r in reports] == ["resident", "resident"]
+    assert all("full" in r["reason"] for r in reports)
+    host.release(hostage)
+    engine.configure(draft_length=9, window=16)
+    for name in NAMES:
+        engine.add(name, texts[name], GREEDY)
+    engine.run_until(lambda: set(engine.states().values()) == {"DRAFTING"} and len(engine.states()) == 2)
+    hostage = host.take(host.free) or []
+    done = engine.drain()
+    host.release(hostage)
+    assert [list(done[n].outputs[0].token_ids) for n in NAMES] == [stock[n] for n in NAMES]
+
+
+def test_full_arena(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
+    """Room for one request: the second is resident until the first has finished, or to its end."""
+    arena = engine.coordinator.reserved.arena
+    engine.configure(draft_length=9)
+    hostage = arena.free - 90 * 12
+    assert arena.take(hostage)
+    reports = check(engine, texts, stock)
+    arena.release(hostage)
+    assert sorted(r["mode"] for r in reports) == ["draft", "resident"]
+
+
+@pytest.mark.parametrize("policy", ["staggered", "lockstep"])
+def test_tight_pool(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], policy: str) -> None:
+    """Public fault 22: the pool holds barely more than one full KV (and cached blocks of finished requests): rounds
+    take turns, everybody finishes."""
+    engine.configure(compressor="snapkv", counts="uniform", draft_length=9, policy=policy)
+    blocks = engine.coordinator.blocks
+    names = list(texts)[:4]
+    hostage = blocks.take(blocks.free - 14) or []
+    try:
+        outputs = engine.generate([texts[n] for n in names], GREEDY)
+    finally:
+        blocks.give(hostage)
+    assert tokens(outputs) == [stock[n] for n in names]
+
+
+def test_more_users_than_seats(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
+    """Twelve requests, eight rows: four wait, nobody crashes the engine."""
+    engine.configure(compressor="snapkv", counts="uniform", draft_length=9)
+    names = list(texts)[:4] * 3
+    outputs = engine.generate([texts[n] for n in names], GREEDY)
+    assert tokens(outputs) == [stock[n] for n in names]

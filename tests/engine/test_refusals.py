@@ -1,0 +1,147 @@
+"""What the design cannot serve is refused at start, with a sentence that says why."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import EngineArgs
+
+from benchmarks.engine import tokens
+from tests.engine.harness import Harness
+from vericache.config import VeriCacheConfig, load
+from vericache.draft import backend
+from vericache.engine.plan import Bounds
+from vericache.engine.settings import MemoryPlan
+from vericache.engine.support import check_pool, check_supported
+from vericache.errors import ConfigError, UnsupportedError
+from vericache.plugin import engine_arguments
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "intermediate_size": 128,
+}
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "alibi": (
+        {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 2, "n_head": 4, **SMALL},
+        "ALiBi",
+    ),
+    "windows": (
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2,
+         "sliding_window": 256, **SMALL},
+        "sliding-window",
+    ),
+    "mixed windows": (
+        {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 16,
+         "sliding_window": 256, **SMALL},
+        "sliding-window",
+    ),
+    "mamba": (
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2,
+         **SMALL},
+        "Mamba",
+    ),
+    "mla": (
+        {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 32,
+         "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+         "num_key_value_heads": 4, **SMALL},
+        "latent attention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unsupported_models(name: str, tmp_path: Path) -> None:
+    config, why = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, **config}))
+    arguments = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512)
+    with pytest.raises(UnsupportedError, match=why):
+        check_supported(arguments.create_engine_config())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+            "speculative",
+        ),
+        ({"logits_processors": ["os:getcwd"]}, "logits processors"),
+    ],
+)
+def test_unsupported_vllm_features(folder: Path, arguments: dict[str, Any], why: str) -> None:
+    config = EngineArgs(model=str(folder), enforce_eager=True, **arguments).create_engine_config()
+    with pytest.raises(UnsupportedError, match=why):
+        check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "why"),
+    [
+        ("alibi_slopes", object(), "ALiBi"),
+        ("sliding_window", 128, "sliding window of 128"),
+        ("sinks", object(), "attention sinks"),
+        ("logits_soft_cap", 30.0, "soft cap"),
+        ("kv_sharing_target_layer_name", "layers.0", "another layer"),
+        ("is_fp8_kv_cache", True, "KV cache"),
+    ],
+)
+def test_unsupported_layers(engine: Harness, attribute: str, value: Any, why: str) -> None:
+    """Every property of a layer's attention that the arena does not reproduce."""
+    layers = engine.scheduler.vllm_config.compilation_config.static_forward_context
+    impl = object.__new__(backend.DraftCPUAttentionImpl)
+    impl.__dict__.update({**next(iter(layers.values())).impl.__dict__, attribute: value})
+    with pytest.raises(UnsupportedError, match=why):
+        backend.attach({"layers.0.attn": SimpleNamespace(impl=impl)}, engine.worker.runtime)
+
+
+def test_another_backend_is_refused(engine: Harness) -> None:
+    with pytest.raises(UnsupportedError, match="SimpleNamespace"):
+        backend.attach({"layers.0.attn": SimpleNamespace(impl=SimpleNamespace())}, engine.worker.runtime)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_blocks": 32}, "KV pool holds 31 blocks .* needs 32"),
+        ({"host_pages": 20}, "host_memory_gib"),
+        ({"step_tokens": 300}, "max_num_batched_tokens is 300"),
+    ],
+)
+def test_memory_too_small_for_one_request(changes: dict[str, int], why: str) -> None:
+    """A pool too small for one full KV is refused at start: no request could ever be verified."""
+    sizes = {"num_blocks": 33, "host_pages": 32, "arena_pages": 1000} | changes
+    step_tokens = sizes.pop("step_tokens", 1024)
+    plan = MemoryPlan(layers=2, kv_heads=2, block_tokens=32, block_bytes=1, page_bytes=1, **sizes)
+    bounds = Bounds(max_model_len=1024, seats=8, step_tokens=step_tokens, depth=1)
+    with pytest.raises(ConfigError, match=why):
+        check_pool(VeriCacheConfig(), plan, bounds)
+    check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, 1, 1000, 32), Bounds(1024, 8, 1024, 1))
+
+
+@pytest.mark.parametrize("name", ["scheduler_cls", "worker_cls", "kv_transfer_config"])
+def test_conflicting_engine_arguments(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        engine_arguments(load({}, env={}), {name: "somebody.elses.Class"})
+
+
+def test_features_that_stay_resident(engine: Harness, texts: dict[str, list[int]]) -> None:
+    """Not refused, not silent: the request is served as a plain row and its response says why."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = SamplingParams(
+        temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+    )
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = engine.generate([texts["summarise"], texts["summarise"]], [params, short])
+    reports = [o.kv_transfer_params["vericache"] for o in outputs]
+    assert [r["mode"] for r in reports] == ["resident", "resident"]
+    assert "structured outputs" in reports[0]["reason"]
+    assert "max_tokens 2" in reports[1]["reason"]
+    assert outputs[0].outputs[0].text in ("yes", "no")
+    assert [len(t) for t in tokens(outputs)][1] == 2

@@ -1,0 +1,105 @@
+"""What detached requests own, and the pools it comes from.
+
+Arena slots and pages, host pages and device blocks are reserved here and given back here, each exactly once. A
+request is reserved all-or-nothing before anything of it moves, with bounds known before any score is.
+"""
+
+from dataclasses import replace
+
+from vllm.v1.request import Request
+
+from compressors import METHODS, MethodSpec
+from compressors.budget import kept_count
+from scheduler.ledger import CountPool, Fence, IdPool
+from vericache.draft.arena import page_bound
+from vericache.engine.blocks import DeviceBlocks
+from vericache.engine.detached import Detached
+from vericache.engine.settings import MemoryPlan
+
+
+class Reservations:
+    """The pools. ``page_tokens`` is the size of a head page of the arena."""
+
+    def __init__(self, plan: MemoryPlan, blocks: DeviceBlocks, seats: int, page_tokens: int) -> None:
+        self.plan, self.blocks = plan, blocks
+        self.slots = IdPool(seats)
+        self.arena = CountPool(plan.arena_pages)
+        self.host = IdPool(plan.host_pages)
+        self.fence = Fence()
+        self._page_tokens = page_tokens
+        self._heads = plan.layers * plan.kv_heads
+
+    def open(self, request: Request, spec: MethodSpec, tail: int, window: int) -> Detached | None:
+        """Everything a request needs to draft with an uncompressed tail of ``tail`` tokens; None and nothing taken
+        when any of it is missing."""
+        context = request.num_tokens
+        units, scratch = self._units(spec, context, tail), self._scratch(spec, context)
+        pages = self.plan.blocks_for(context + window)
+        if not self.slots.free or units > self.arena.free or pages > self.host.free or scratch > self.blocks.free:
+            return None
+        self.arena.take(units)
+        slot, host_pages, blocks = self.slots.take(1), self.host.take(pages), self.blocks.take(scratch)
+        assert slot is not None
+        assert host_pages is not None
+        assert blocks is not None
+        return Detached(request, spec, slot[0], units, tail, host_pages, blocks=blocks)
+
+    def close(self, record: Detached) -> None:
+        """Give everything back. Host pages and blocks wait for the steps in flight; the slot's pages are freed by a
+        ``DropSlot`` that the caller sends, before any operation that fills the slot again."""
+        self.give_blocks(record)
+        pages, record.host_pages = record.host_pages, []
+        self.fence.after_in_flight(lambda: self.host.release(pages))
+        self.slots.release([record.slot])
+        self.arena.release(record.arena_units)
+
+    def give_blocks(self, record: Detached) -> None:
+        """Return the device blocks a request holds outside vLLM's books."""
+        blocks, record.blocks = record.blocks, []
+        if blocks:
+            self.fence.after_in_flight(lambda: self.blocks.give(blocks))
+
+    def extend_host(self, record: Detached, tokens: int) -> None:
+        """Host pages for ``tokens`` tokens, as far as there are any."""
+        missing = self.plan.blocks_for(tokens) - len(record.host_pages)
+        while missing > 0 and (page := self.host.take(1)) is not None:
+            record.host_pages.extend(page)
+            missing -= 1
+
+    def extend_tail(self, record: Detached, capacity: int) -> bool:
+        """Room for ``capacity`` tail tokens; False and nothing taken when the arena is full."""
+        more = self._heads * max(0, self._strips(capacity) - self._strips(record.tail_capacity))
+        if not self.arena.take(more):
+            return False
+        record.arena_units += more
+        record.tail_capacity = max(capacity, record.tail_capacity)
+        return True
+
+    def refit(self, record: Detached, spec: MethodSpec) -> bool:
+        """Reserve for compressing the grown context of a record anew, and set its ``spec``. When the arena has no
+        room for more, the ratio shrinks so that the slot's pages suffice. False when scratch blocks are missing."""
+        missing = self.plan.blocks_for(record.context) + self._scratch(spec, record.context) - len(record.blocks)
+        scratch = self.blocks.take(max(0, missing))
+        if scratch is None:
+            return False
+        record.blocks = record.blocks + scratch
+        more = max(0, self._units(spec, record.context, record.tail_capacity) - record.arena_units)
+        if self.arena.take(more):
+            record.arena_units += more
+        else:
+            kept = kept_count(record.spec.ratio, record.base, spec.sinks, spec.recent)
+            spec = replace(spec, ratio=kept / record.context)
+        record.spec = spec
+        return True
+
+    def _strips(self, tail: int) -> int:
+        return -(-tail // self._page_tokens)
+
+    def _units(self, spec: MethodSpec, context: int, tail: int) -> int:
+        kept = kept_count(spec.ratio, context, spec.sinks, spec.recent)
+        return page_bound(kept, tail, self._heads, self._page_tokens)
+
+    def _scratch(self, spec: MethodSpec, context: int) -> int:
+        """Blocks behind the context for the K/V of appending scoring rows."""
+        appended = METHODS[spec.name].appended_tokens(spec, context)
+        return -(-appended // self.plan.block_tokens) + 1 if appended else 0
