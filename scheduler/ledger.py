@@ -34,11 +34,14 @@ class IdPool:
         return ids
 
     def release(self, ids: Iterable[int]) -> None:
-        for i in ids:
-            if i not in self._held:
+        """Give ids back; LedgerError and nothing released when one of them is not held."""
+        released, held = list(ids), set(self._held)
+        for i in released:
+            if i not in held:
                 raise LedgerError(f"id {i} was released but is not held (released twice, or never taken)")
-            self._held.remove(i)
-            self._free.append(i)
+            held.remove(i)
+        self._held = held
+        self._free.extend(released)
 
 
 class CountPool:
@@ -53,6 +56,9 @@ class CountPool:
         return self.size - self.used
 
     def take(self, count: int) -> bool:
+        """Take ``count`` units; False and nothing taken when fewer are free."""
+        if count < 0:
+            raise LedgerError(f"{count} units were taken, expected none or more")
         if count > self.free:
             return False
         self.used += count

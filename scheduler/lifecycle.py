@@ -80,7 +80,7 @@ class Track:
     state: State = State.RESIDENT
     context: int = 0
     round: Round | None = None
-    waiting_since: int = 0
+    waiting_since: int = 0  # iteration since which a booking is missing
 
     def demote(self) -> None:
         self._move(State.DEMOTING)

@@ -6,12 +6,13 @@ once the oldest has waited for a whole window nobody overtakes it, so no request
 fits the rings at all.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler.admission import Demand, Limits, Policy, book
 from scheduler.lifecycle import Round, State, Track
-from scheduler.rings import Booking, Rings
+from scheduler.rings import Rings
 
 
 class Host(Protocol):
@@ -51,16 +52,14 @@ class Planner:
     def demote(self, request_id: str) -> None:
         """The request's KV is being moved: RESIDENT (or, to compress anew, VERIFYING) -> DEMOTING."""
         track = self.tracks.setdefault(request_id, Track(request_id))
-        self._cancel(track)
-        track.demote()
+        self._leave_round(track, track.demote)
 
     def demoted(self, request_id: str, context: int) -> None:
         self.tracks[request_id].wait(context, self.rings.now)
 
     def verified(self, request_id: str, context: int) -> None:
         track = self.tracks[request_id]
-        self._cancel(track)
-        track.wait(context, self.rings.now)
+        self._leave_round(track, lambda: track.wait(context, self.rings.now))
 
     def drafted(self, request_id: str, last: bool) -> None:
         """One draft token of the running round is known; ``last`` ends drafting (it was an end token)."""
@@ -71,62 +70,73 @@ class Planner:
 
     def reside(self, request_id: str) -> None:
         """Give the request back to plain vLLM (demotion or a transfer failed)."""
-        track = self.tracks.pop(request_id)
-        self._cancel(track)
-        track.reside()
+        track = self.tracks[request_id]
+        self._leave_round(track, track.reside)
+        del self.tracks[request_id]
 
     def finish(self, request_id: str) -> None:
-        track = self.tracks.pop(request_id)
-        self._cancel(track)
-        track.finish()
+        track = self.tracks[request_id]
+        self._leave_round(track, track.finish)
+        del self.tracks[request_id]
+
+    def _leave_round(self, track: Track, move: Callable[[], None]) -> None:
+        round_ = track.round
+        move()
+        if round_ is not None and round_.booking is not None:
+            self.rings.cancel(round_.booking)
 
     # -- one iteration -----------------------------------------------------------------------------
 
     def tick(self, host: Host, limits: Limits) -> Tick:
-        """Advance to the next iteration and decide. ``limits.pages`` may differ from call to call."""
+        """Advance to the next iteration and decide. ``limits`` may differ from call to call."""
         self.rings.advance()
         out = Tick()
-        self._rebook(host, limits)
-        self._admit(host, limits)
-        budget = self.verify_tokens
-        for track, round_, booking in self._running():
-            now = self.rings.now
+        if self._rebook(host, limits):
+            self._admit(host, limits)
+        budget, now = self.verify_tokens, self.rings.now
+        for track, round_ in self._rounds():
+            booking = round_.booking
             if track.state is State.DRAFTING and booking and now >= booking.load_at:
                 if host.take_pages(track.request_id):
                     track.load()
                     out.loads.append(track.request_id)
-                else:
-                    self._cancel(track)  # late: booked again in the next iteration
+                else:  # late: booked again in the next iteration
+                    self.rings.cancel(booking)
+                    round_.booking, booking, track.waiting_since = None, None, now
             if track.state is State.LOADING and booking and now >= booking.verify_at:
                 tokens = 1 + round_.issued
                 if round_.complete and (tokens <= budget or budget == self.verify_tokens):
                     track.verify()
                     out.verifies.append((track.request_id, round_.issued))
                     budget -= tokens
-            elif round_.wants_draft:
+            elif round_.wants_draft and (booking is None or now <= booking.last_draft_at):
                 round_.issued += 1
                 out.drafts.append(track.request_id)
         return out
 
-    def _running(self) -> list[tuple[Track, Round, Booking | None]]:
+    def _rounds(self) -> list[tuple[Track, Round]]:
         """Rounds under way, the earliest verify first."""
-        rounds = [
-            (t, t.round, t.round.booking)
-            for t in self.tracks.values()
-            if t.round is not None and t.state in (State.DRAFTING, State.LOADING)
-        ]
-        return sorted(rounds, key=lambda r: r[2].verify_at if r[2] else self.rings.now + self.rings.window)
+        never = self.rings.now + self.rings.window
+        running = (State.DRAFTING, State.LOADING)
+        rounds = [(t, t.round) for t in self.tracks.values() if t.round is not None and t.state in running]
+        return sorted(rounds, key=lambda r: r[1].booking.verify_at if r[1].booking else never)
 
-    def _rebook(self, host: Host, limits: Limits) -> None:
-        """Rounds without a booking (their pages were not there in time) go before new rounds; a round that
-        has nothing left to draft moves to the earliest verify the rings allow."""
-        for track, round_, booking in self._running():
-            early = round_.ended and track.state is State.DRAFTING and booking and booking.load_at > self.rings.now
-            if early:
-                self._cancel(track)
-            if early or booking is None:
+    def _rebook(self, host: Host, limits: Limits) -> bool:
+        """Rounds without a booking (their pages were not there in time) go before new rounds; one that has nothing
+        left to draft moves to an earlier verify if the rings allow. False when no new round may start: a late one
+        has waited for a whole window."""
+        for track, round_ in self._rounds():
+            booking = round_.booking
+            if booking is None:
                 demand = host.demand(track.request_id, 1)
                 round_.booking = book(self.rings, self.policy, demand, limits)
+                if round_.booking is None and self._aged(track, demand, limits):
+                    return False
+            elif not round_.wants_draft and track.state is State.DRAFTING and booking.load_at > self.rings.now:
+                self.rings.cancel(booking)
+                earlier = book(self.rings, self.policy, host.demand(track.request_id, 1), limits)
+                round_.booking = earlier or self.rings.restore(booking)
+        return True
 
     def _admit(self, host: Host, limits: Limits) -> None:
         waiting = [t for t in self.tracks.values() if t.state is State.WAITING]
@@ -135,20 +145,16 @@ class Planner:
         for track in waiting:
             limit = host.draft_limit(track.request_id)
             demand = host.demand(track.request_id, min(self.draft_length, limit))
-            booking = None
-            # A demand at least as large as one just refused would be refused as well.
-            if not any(
-                d.span <= demand.span and d.link_ns <= demand.link_ns and d.pages <= demand.pages for d in refused
-            ):
-                booking = book(self.rings, self.policy, demand, limits)
+            if self.policy.monotone and any(demand.covers(smaller) for smaller in refused):
+                booking = None
+            elif (booking := book(self.rings, self.policy, demand, limits)) is None:
+                refused.append(demand)
             if booking is not None:
                 track.draft(Round(limit, booking))
-            elif self.rings.now - track.waiting_since > self.rings.window:
-                return  # nobody overtakes a request that has waited for a whole window
-            else:
-                refused.append(demand)
+            elif self._aged(track, demand, limits):
+                return
 
-    def _cancel(self, track: Track) -> None:
-        if track.round is not None and track.round.booking is not None:
-            self.rings.cancel(track.round.booking)
-            track.round.booking = None
+    def _aged(self, track: Track, demand: Demand, limits: Limits) -> bool:
+        """Nobody overtakes a request that has waited for a whole window, unless it fits not even empty rings."""
+        fits = demand.pages <= limits.pages and demand.link_ns <= limits.link_ns
+        return fits and self.rings.now - track.waiting_since > self.rings.window

@@ -5,7 +5,7 @@
 releasing what was reserved restores the ring exactly.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class RingError(RuntimeError):
@@ -54,6 +54,12 @@ class Booking:
     pages: int
     released: bool = False
 
+    @property
+    def last_draft_at(self) -> int:
+        """The last iteration whose draft token is known when the verify row is built: results lag by as many
+        iterations as the pages are held after the verify."""
+        return self.verify_at - 1 - (self.free_after - self.verify_at)
+
 
 class Rings:
     """Both rings, and the bookings that fill them."""
@@ -72,9 +78,14 @@ class Rings:
         self.pages.advance()
 
     def book(self, booking: Booking) -> Booking:
+        """Reserve; RingError and nothing reserved when the booking reaches beyond the window."""
+        self.pages.add(booking.load_at, booking.free_after, booking.pages)  # the longer span checks for both
         self.link.add(booking.load_at, booking.verify_at, booking.link_ns)
-        self.pages.add(booking.load_at, booking.free_after, booking.pages)
         return booking
+
+    def restore(self, booking: Booking) -> Booking:
+        """Book a cancelled booking again, in the same place."""
+        return self.book(replace(booking, released=False))
 
     def cancel(self, booking: Booking) -> None:
         """Give back what lies in the future. A booking is cancelled exactly once."""

@@ -25,8 +25,8 @@ class Throughput:
     """``iteration`` in seconds (T_iter), ``bandwidth`` in bytes per second (L)."""
 
     def __init__(self, iteration: float | None = None, bandwidth: float | None = None) -> None:
-        self.iteration = Average(iteration or 0.05, fixed=iteration is not None)
-        self.bandwidth = Average(bandwidth or 10e9, fixed=bandwidth is not None)
+        self.iteration = Average(0.05 if iteration is None else iteration, fixed=iteration is not None)
+        self.bandwidth = Average(10e9 if bandwidth is None else bandwidth, fixed=bandwidth is not None)
         self._started: float | None = None
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from compressors import MethodError, MethodSpec, validate
 from compressors.budget import kept_count
@@ -47,6 +47,16 @@ class VeriCacheConfig(BaseModel):
     link_bytes_per_second: float | None = Field(None, gt=0, description="fix L of the BW ring instead of measuring it")
     max_recoveries: int = Field(2, ge=0, description="failed demotions or reloads before a request stays resident")
     trace_iterations: int = Field(0, ge=0, description="iterations of the schedule to remember for the picture")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML 1.1 reads ``off`` and ``yes`` as booleans, and Python takes those for numbers. No setting is one."""
+        if info.field_name == "mode" and value is False:
+            return "off"
+        if isinstance(value, bool):
+            raise ValueError(f"got the boolean {value}")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> "VeriCacheConfig":
@@ -100,7 +110,7 @@ def load(
         check_names(values, f"file {path}")
         merged |= values
     variables = {
-        k.removeprefix(ENV_PREFIX).lower(): yaml.safe_load(v)
+        k.removeprefix(ENV_PREFIX).lower(): _value(k, v)
         for k, v in env.items()
         if k.startswith(ENV_PREFIX) and k != ENV_FILE
     }
@@ -117,10 +127,17 @@ def load(
         raise ConfigError(f"invalid VeriCache configuration: {problems}") from None
 
 
+def _value(variable: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"cannot read the value of {variable}, {text!r}: {error}") from None
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the VeriCache configuration file {path}: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a {type(data).__name__}, expected a mapping of setting names to values")

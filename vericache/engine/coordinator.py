@@ -235,7 +235,7 @@ class Coordinator:
         bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
         span, link_ns = reload_span(num_bytes, bandwidth, iteration, self.settings.window - hold)
         pages = self.plan.blocks_for(request.num_tokens + self.draft_limit(request_id))
-        return Demand(anchor, span, link_ns, pages, hold)
+        return Demand(anchor + hold, span, link_ns, pages, hold)
 
     def take_pages(self, request_id: str) -> bool:
         record, round_ = self.records[request_id], self.planner.tracks[request_id].round
