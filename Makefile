@@ -39,7 +39,7 @@ check: install
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lock:
 	uv pip compile -q --universal --no-annotate --no-header --python-version 3.11 \

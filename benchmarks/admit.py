@@ -8,7 +8,6 @@ is 50 us at the 99th percentile for one request. Sizes are those of an 8B model 
 import argparse
 import json
 import os
-import platform
 import random
 import sys
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import RESULTS, figure, machine
+from benchmarks.report import table as markdown_table
 from scheduler.admission import Demand, Limits, Staggered, book, reload_span
 from scheduler.planner import Planner
 from scheduler.rings import Rings
@@ -67,16 +68,6 @@ class Series:
 
 def p99(values: list[int]) -> int:
     return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)]
-
-
-def machine() -> str:
-    """Which machine measured: a latency means nothing without it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {os.cpu_count()} cores, {platform.python_implementation()} {platform.python_version()}"
 
 
 def demands(rng: random.Random, anchors: tuple[int, int]) -> list[Demand]:
@@ -212,9 +203,7 @@ def markdown(single: list[Series], whole: list[Series]) -> str:
         verdict(single),
         "A tick plans one whole iteration for all requests; it is held to no aim here.",
         "",
-        "| " + " | ".join(HEADER) + " |",
-        "|:--|" + "--:|" * (len(HEADER) - 2) + ":--|",
-        *("| " + " | ".join(row) + " |" for row in rows([*single, *whole])),
+        *markdown_table(HEADER, rows([*single, *whole])),
         "",
         "![Distribution of the time of one admission](admit.png)",
         "",
@@ -223,25 +212,18 @@ def markdown(single: list[Series], whole: list[Series]) -> str:
 
 
 def picture(single: list[Series], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     low, high = min(min(s.ns) for s in single) / 1000, max(max(s.ns) for s in single) / 1000
     edges = [low * (max(high, TARGET_US * 1.2) / low) ** (i / 80) for i in range(81)]
-    for s, colour in zip(single, ("#0072b2", "#009e73", "#d55e00"), strict=True):
-        axes.hist([v / 1000 for v in s.ns], bins=edges, alpha=0.6, label=f"{s.name}: {s.note}", color=colour)
-    axes.axvline(TARGET_US, color="black", linestyle="--", linewidth=1, label=f"aim for p99: {TARGET_US:.0f} us")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("time of one admission [us]")
-    axes.set_ylabel("samples")
-    axes.set_title(f"Admission into rings of {WINDOW} iterations")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    with figure(file, 8, 4.5) as (fig, axes):
+        for s, colour in zip(single, ("#0072b2", "#009e73", "#d55e00"), strict=True):
+            axes.hist([v / 1000 for v in s.ns], bins=edges, alpha=0.6, label=f"{s.name}: {s.note}", color=colour)
+        axes.axvline(TARGET_US, color="black", linestyle="--", linewidth=1, label=f"aim for p99: {TARGET_US:.0f} us")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("time of one admission [us]")
+        axes.set_ylabel("samples")
+        axes.set_title(f"Admission into rings of {WINDOW} iterations")
+        fig.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
 def report(single: list[Series], whole: list[Series]) -> dict[str, Any]:
@@ -268,7 +250,7 @@ def report(single: list[Series], whole: list[Series]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of admit.json, .md and .png")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of admit.json, .md and .png")
     out: Path = parser.parse_args(argv).out
     admissions("congested")  # the first pass warms caches and the interpreter's specialised code
     single, whole = [admissions(level) for level in LEVELS], ticks()

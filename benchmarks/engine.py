@@ -1,5 +1,6 @@
 """An engine in this process whose settings change between runs: what tests and benchmarks drive."""
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,12 @@ class LiveEngine:
         self.worker = get_kv_transfer_group().worker
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.tokenizer = self.llm.get_tokenizer()
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory; another one can start in this process."""
+        self.core.shutdown()
+        del self.llm, self.core, self.scheduler, self.coordinator, self.worker, self.runner
+        gc.collect()
 
     def configure(self, **settings: Any) -> None:
         """Settings of the next requests. Iteration time and link speed are fixed unless given, so that a schedule

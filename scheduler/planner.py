@@ -7,7 +7,7 @@ fits the rings at all.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from scheduler.admission import Demand, Limits, Policy, book
@@ -135,6 +135,9 @@ class Planner:
             elif not round_.wants_draft and track.state is State.DRAFTING and booking.load_at > self.rings.now:
                 self.rings.cancel(booking)
                 earlier = book(self.rings, self.policy, host.demand(track.request_id, 1), limits)
+                if earlier is not None and earlier.verify_at >= booking.verify_at:
+                    self.rings.cancel(earlier)
+                    earlier = None
                 round_.booking = earlier or self.rings.restore(booking)
         return True
 
@@ -145,6 +148,8 @@ class Planner:
         for track in waiting:
             limit = host.draft_limit(track.request_id)
             demand = host.demand(track.request_id, min(self.draft_length, limit))
+            # The verify row needs all drafts known, and results lag by ``hold`` iterations.
+            demand = replace(demand, anchor=demand.anchor + demand.hold)
             if self.policy.monotone and any(demand.covers(smaller) for smaller in refused):
                 booking = None
             elif (booking := book(self.rings, self.policy, demand, limits)) is None:

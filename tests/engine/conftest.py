@@ -1,9 +1,15 @@
-"""Shared by all engine tests: the bundled model, one VeriCache engine, stock vLLM's answers."""
+"""Engine tests come in two packages: ``full`` runs the bundled model, ``small`` its first layers (a fifth of the
+time). Each has one engine for all its tests; with pytest-xdist each package gets a process of its own."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.engine.harness import ENGINE, SETTINGS, Harness
@@ -11,42 +17,64 @@ from vericache.demo import model, prompts
 from vericache.demo.worker import Job, run_in_process
 
 PROMPT_TOKENS = 240
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 40
+SMALL_LAYERS = 6
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "tests/engine" in str(item.path):
+        kind = item.path.parent.name
+        if item.path.parent.parent.name == "engine":
             item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.xdist_group(kind))
 
 
 @pytest.fixture(scope="session")
-def folder() -> Path:
+def full_folder() -> Path:
     return model.prepare()
 
 
 @pytest.fixture(scope="session")
-def texts(folder: Path) -> dict[str, list[int]]:
+def small_folder(full_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model cut to its first layers: other text, the same arithmetic."""
+    folder = tmp_path_factory.mktemp("model")
+    for file in full_folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    config = json.loads((full_folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": SMALL_LAYERS}))
+    weights: dict[str, torch.Tensor] = {}
+    for file in full_folder.glob("*.safetensors"):
+        weights |= load_file(file)
+
+    def in_first_layers(name: str) -> bool:
+        _, found, rest = name.partition(".layers.")
+        return not found or int(rest.partition(".")[0]) < SMALL_LAYERS
+
+    kept = {n: t for n, t in weights.items() if in_first_layers(n)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts(full_folder: Path) -> dict[str, list[int]]:
     """The eight bundled prompts, cut short."""
-    return prompts.load(list(prompts.PROMPTS), AutoTokenizer.from_pretrained(folder), PROMPT_TOKENS)
+    return prompts.load(list(prompts.PROMPTS), AutoTokenizer.from_pretrained(full_folder), PROMPT_TOKENS)
 
 
-@pytest.fixture(scope="session")
-def stock(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[int]]:
+def stock_output(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[int]]:
     """Greedy output of stock vLLM, from a process in which VeriCache's backend does not exist."""
-    job = Job(str(folder), texts, OUTPUT_TOKENS, ENGINE, ignore_eos=True)
-    return run_in_process(job).tokens
+    return run_in_process(Job(str(folder), texts, OUTPUT_TOKENS, ENGINE, ignore_eos=True)).tokens
 
 
-@pytest.fixture(scope="session")
-def _engine(stock: dict[str, list[int]], folder: Path) -> Harness:
-    # After ``stock``, so that the two do not fight for memory and cores.
-    return Harness(folder, ENGINE, SETTINGS)
+def running_engine(folder: Path, **arguments: Any) -> Iterator[Harness]:
+    harness = Harness(folder, {**ENGINE, **arguments}, SETTINGS)
+    yield harness
+    harness.close()
 
 
-@pytest.fixture
-def engine(_engine: Harness) -> Iterator[Harness]:
-    """The engine with default settings; afterwards nothing may be held or left anywhere."""
-    _engine.configure()
-    yield _engine
-    _engine.assert_at_rest()
+def at_rest_afterwards(harness: Harness) -> Iterator[Harness]:
+    """The engine with default settings; after the test nothing may be held or left anywhere."""
+    harness.configure()
+    yield harness
+    harness.assert_at_rest()

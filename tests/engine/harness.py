@@ -21,7 +21,7 @@ ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 30,
     "enable_prefix_caching": True,
 }
-SETTINGS: dict[str, Any] = {"min_prompt_tokens": 150, "verify_tokens": 80, "host_memory_gib": 1.0}
+SETTINGS: dict[str, Any] = {"min_prompt_tokens": 150, "verify_tokens": 80, "host_memory_gib": 1.0, "draft_length": 8}
 
 
 class Harness(LiveEngine):

@@ -34,6 +34,7 @@ class ScoringPass:
 
     def __init__(self, spec: MethodSpec, shape: Shape, context: int) -> None:
         self.error: Exception | None = None
+        self.rows = 0
         self._compressor: Compressor | None = None
         try:
             self._compressor = create(spec, shape, context)
@@ -60,7 +61,9 @@ class CompressionWorker:
     def scoring_row(self, row: ProbeRow) -> ScoringRow:
         if row.index == 0:
             self._passes[row.slot] = ScoringPass(row.spec, self._shape, row.context)
-        return ScoringRow(self._passes[row.slot], row.index, row.blocks, self._layout)
+        pass_ = self._passes[row.slot]
+        pass_.rows += 1
+        return ScoringRow(pass_, row.index, row.blocks, self._layout)
 
     def compress(self, op: Compress) -> int:
         """Fill the slot from the context in ``op.blocks``. Returns the head pages used.
@@ -69,6 +72,8 @@ class CompressionWorker:
             CompressionError: the method raised while scoring or selecting; the slot is empty.
         """
         pass_ = self._passes.pop(op.slot, None) or ScoringPass(op.spec, self._shape, op.context)
+        if pass_.rows != op.probes and pass_.error is None:
+            pass_.error = CompressionError(f"{pass_.rows} scoring rows were seen, expected {op.probes}")
         kept = pass_.run(lambda compressor: compressor.select())
         if kept is None:
             self._arena.drop(op.slot)

@@ -20,18 +20,7 @@ from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.detached import Detached
 from vericache.engine.eligibility import end_tokens, resident_reason
 from vericache.engine.observe import EngineStats
-from vericache.engine.ops import (
-    Compress,
-    DraftRow,
-    DropSlot,
-    Load,
-    Offload,
-    Op,
-    ProbeRow,
-    StepReport,
-    VerifyRow,
-    WriteBack,
-)
+from vericache.engine.ops import Compress, DraftRow, Load, Offload, ProbeRow, StepReport, VerifyRow, WriteBack
 from vericache.engine.plan import Bounds, Draft, Probing, StepPlan, Verify
 from vericache.engine.reservations import Reservations
 from vericache.engine.settings import MemoryPlan
@@ -53,7 +42,7 @@ class Coordinator:
         self.reserved = Reservations(plan, blocks, bounds.seats, settings.page_tokens)
         self.stats = EngineStats()
         self._past: dict[str, Detached] = {}  # records of requests that became plain rows again
-        self._queued: list[Op] = []
+        self._emptied: list[int] = []  # slots whose pages the workers can free
         self._forgotten: list[str] = []
         self.configure(settings)
 
@@ -109,8 +98,8 @@ class Coordinator:
 
     def step(self, running: Iterable[Request], head_blocks: int) -> StepPlan:
         """Decide one iteration. ``head_blocks``: blocks the first waiting request needs to be admitted."""
-        out = StepPlan(before=self._queued, forget=self._forgotten)
-        self._queued, self._forgotten = [], []
+        out = StepPlan(drops=self._emptied, forget=self._forgotten)
+        self._emptied, self._forgotten = [], []
         for record in list(self.records.values()):
             state = self.planner.tracks[record.request_id].state
             if state is State.DEMOTING and not record.settling:
@@ -168,7 +157,8 @@ class Coordinator:
             return
         if not record.anew:
             out.before.append(Offload(record.request_id, tuple(held), tuple(record.host_pages[: len(held)])))
-        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec))
+        probes = len(record.probes)
+        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes))
         record.settling = True
         out.settling.append(record)
 
@@ -235,7 +225,7 @@ class Coordinator:
         bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
         span, link_ns = reload_span(num_bytes, bandwidth, iteration, self.settings.window - hold)
         pages = self.plan.blocks_for(request.num_tokens + self.draft_limit(request_id))
-        return Demand(anchor + hold, span, link_ns, pages, hold)
+        return Demand(anchor, span, link_ns, pages, hold)
 
     def take_pages(self, request_id: str) -> bool:
         record, round_ = self.records[request_id], self.planner.tracks[request_id].round
@@ -359,5 +349,5 @@ class Coordinator:
 
     def _release(self, record: Detached) -> None:
         self._retire_shadow(record, self._forgotten)
-        self._queued.append(DropSlot(record.slot))
+        self._emptied.append(record.slot)
         self.reserved.close(record)

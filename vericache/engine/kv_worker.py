@@ -14,13 +14,11 @@ from vericache.engine.compression import CompressionWorker
 from vericache.engine.ops import (
     Compress,
     DraftRow,
-    DropSlot,
     Failure,
     Load,
     Offload,
     Op,
     ProbeRow,
-    Row,
     StepMetadata,
     StepReport,
     Transfer,
@@ -43,16 +41,21 @@ class KVWorker:
         self.runtime = DraftRuntime(arena)
         self.compression = CompressionWorker(arena, shape, layout, caches)
         self._report = StepReport()
+        self._emptied_for: StepMetadata | None = None
         self._lost: set[str] = set()  # requests whose reload failed in this step
 
     # -- before the forward pass, from the runner ----------------------------------------------------
 
     def begin(
-        self, rows: Sequence[Row], req_ids: Sequence[str], query_start: Sequence[int], positions: Tensor
+        self, metadata: StepMetadata, req_ids: Sequence[str], query_start: Sequence[int], positions: Tensor
     ) -> Tensor:
-        """Resolve this batch. Returns int64 token indices whose K/V must not be written to vLLM's pages:
-        draft rows own none, replayed probes own theirs already."""
-        by_id = {row.row_id: row for row in rows}
+        """Resolve this batch; called before ``run_before`` in steps that have rows.
+
+        Returns int64 token indices whose K/V must not be written to vLLM's pages: draft rows own none, replayed
+        probes own theirs already.
+        """
+        self._empty_slots(metadata)
+        by_id = {row.row_id: row for row in metadata.rows}
         entries: list[ArenaRow | None] = []
         observed: list[tuple[int, int, Observer]] = []
         unwritten: list[int] = []
@@ -72,9 +75,17 @@ class KVWorker:
     # -- operations, from the connector ----------------------------------------------------------------
 
     def run_before(self, metadata: StepMetadata) -> None:
+        self._empty_slots(metadata)
         self._lost.clear()
         for op in metadata.before:
             self._run(op)
+
+    def _empty_slots(self, metadata: StepMetadata) -> None:
+        """Once per step, before anything else of it: ``begin`` may already start a new pass in an emptied slot."""
+        if self._emptied_for is not metadata:
+            self._emptied_for = metadata
+            for slot in metadata.drops:
+                self.compression.drop(slot)
 
     def run_after(self, metadata: StepMetadata) -> None:
         self.runtime.begin(None, [])
@@ -89,9 +100,6 @@ class KVWorker:
         return report
 
     def _run(self, op: Op) -> None:
-        if isinstance(op, DropSlot):
-            self.compression.drop(op.slot)
-            return
         try:
             match op:
                 case Offload() | WriteBack():

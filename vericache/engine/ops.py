@@ -49,13 +49,6 @@ Row = DraftRow | VerifyRow | ProbeRow
 
 
 @dataclass(frozen=True)
-class DropSlot:
-    """Free the arena pages of a slot."""
-
-    slot: int
-
-
-@dataclass(frozen=True)
 class Offload:
     """Copy device blocks to host pages."""
 
@@ -73,6 +66,7 @@ class Compress:
     blocks: tuple[int, ...]
     context: int
     spec: MethodSpec
+    probes: int  # scoring rows that must have been seen
 
 
 @dataclass(frozen=True)
@@ -93,13 +87,14 @@ class WriteBack:
     pages: tuple[int, ...]
 
 
-Op = DropSlot | Offload | Compress | Load | WriteBack
+Op = Offload | Compress | Load | WriteBack
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """What one step does beyond vLLM's own rows."""
 
+    drops: tuple[int, ...] = ()  # slots to empty before this step's rows are looked at: a row may fill one again
     rows: tuple[Row, ...] = ()
     before: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()

@@ -54,6 +54,7 @@ class StepPlan:
     verifies: list[Verify] = field(default_factory=list)
     probes: list[Probing] = field(default_factory=list)
     settling: list[Detached] = field(default_factory=list)  # compressions issued in this step
+    drops: list[int] = field(default_factory=list)  # arena slots to empty
     before: list[Op] = field(default_factory=list)
     after: list[Op] = field(default_factory=list)
     forget: list[str] = field(default_factory=list)  # row ids the workers can drop before this step

@@ -45,8 +45,8 @@ class Reservations:
         return Detached(request, spec, slot[0], units, tail, host_pages, blocks=blocks)
 
     def close(self, record: Detached) -> None:
-        """Give everything back. Host pages and blocks wait for the steps in flight; the slot's pages are freed by a
-        ``DropSlot`` that the caller sends, before any operation that fills the slot again."""
+        """Give everything back. Host pages and blocks wait for the steps in flight; the slot's pages are freed by the
+        worker, which the caller tells before anything fills the slot again."""
         self.give_blocks(record)
         pages, record.host_pages = record.host_pages, []
         self.fence.after_in_flight(lambda: self.host.release(pages))

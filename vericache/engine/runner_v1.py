@@ -38,7 +38,7 @@ class VeriCacheModelRunner(CPUModelRunner):
         if worker is not None and isinstance(metadata, StepMetadata):
             batch = self.input_batch
             positions = self.positions[: int(ends[-1])]
-            unwritten = worker.begin(metadata.rows, batch.req_ids, [0, *ends.tolist()], positions)
+            unwritten = worker.begin(metadata, batch.req_ids, [0, *ends.tolist()], positions)
             # Draft rows own no block, but their block-table row can hold a former owner's ids.
             batch.block_table[0].slot_mapping.gpu[unwritten] = PAD_SLOT_ID
             self._parents = {row.row_id: row.parent_id for row in metadata.rows if isinstance(row, DraftRow)}

@@ -9,6 +9,7 @@ Relies on ``Scheduler.schedule`` calling ``_build_kv_connector_meta`` (the last 
 import random
 import time
 from collections import deque
+from copy import copy
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
@@ -68,7 +69,9 @@ class VeriCacheScheduler(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
         if params is not None and params.seed is None and params.temperature > 0:
-            params.seed = self._seeds.getrandbits(62)
+            # A copy: in one process, several requests share their caller's object.
+            request.sampling_params = copy(params)
+            request.sampling_params.seed = self._seeds.getrandbits(62)
         super().add_request(request)
         if request.spec_decode_metrics is not None:
             # vLLM sizes it by num_speculative_tokens, which is 0 here.
@@ -150,7 +153,7 @@ class VeriCacheScheduler(AsyncScheduler):
             row = probe.row
             rows.add_new_row(scheduler_output, row.row_id, probe.tokens, probe.start, row.blocks, _PROBE_PARAMS, count)
         typed = (*(d.row for d in plan.drafts), *(v.row for v in plan.verifies), *(p.row for p in plan.probes))
-        connector.stage(StepMetadata(typed, tuple(plan.before), tuple(plan.after)))
+        connector.stage(StepMetadata(tuple(plan.drops), typed, tuple(plan.before), tuple(plan.after)))
         # Operations before the forward pass feed it (vLLM would otherwise start them after the launch).
         scheduler_output.has_sync_kv_loads |= bool(plan.before)
         return super()._build_kv_connector_meta(connector, scheduler_output)

@@ -19,7 +19,7 @@ def slow_link(engine: Harness, **settings: object) -> None:
         counts="uniform",
         draft_length=12,
         iteration_seconds=0.05,
-        link_bytes_per_second=1e8,
+        link_bytes_per_second=2e7,
         **settings,
     )
 
@@ -42,7 +42,7 @@ def finish(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[i
 def test_abort_in_state(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], state: str) -> None:
     slow_link(engine)
     if state == "DEMOTING":  # several scoring rows keep the state visible between steps
-        engine.configure(compressor="kvzip", compressor_options={"chunk": 64}, draft_length=12)
+        engine.configure(compressor="kvzip", compressor_options={"chunk": 64})
     if state == "WAITING":  # the link is taken: one round at a time
         slow_link(engine, window=16)
     start(engine, texts)
@@ -140,7 +140,7 @@ def test_shared_prefix_survives_an_abort(
 ) -> None:
     """Public fault 20: two requests share a cached prefix, the first is cancelled while drafting, idle steps follow;
     the cached blocks are byte-equal and the second drafts as well as ever."""
-    engine.configure(draft_length=9)
+    engine.configure()
     assert engine.scheduler.reset_prefix_cache()
     prompt = texts["continue_code"]
     (alone,) = engine.generate([prompt], GREEDY)

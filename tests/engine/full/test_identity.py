@@ -40,7 +40,7 @@ def test_greedy_equals_stock_vllm(
     policy: str,
     at_once: int,
 ) -> None:
-    engine.configure(compressor=compressor, counts=counts, ratio=ratio, policy=policy, draft_length=12)
+    engine.configure(compressor=compressor, counts=counts, ratio=ratio, policy=policy)
     names = list(texts)[: 4 if at_once == 4 else 2]
     for start in range(0, len(names), at_once):
         batch = names[start : start + at_once]
@@ -66,10 +66,11 @@ def test_small_ratio(engine: Harness, texts: dict[str, list[int]], stock: dict[s
 
 def test_long_accepted_blocks(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """ratio 1.0: a nearly perfect drafter, so that whole blocks of 25 are accepted."""
-    engine.configure(compressor="streaming_llm", counts="uniform", ratio=1.0)
+    engine.configure(compressor="streaming_llm", counts="uniform", ratio=1.0, draft_length=25)
     outputs = engine.generate(list(texts.values()), GREEDY)
     assert tokens(outputs) == list(stock.values())
-    assert all(s["accepted_per_round"][0] == 25 for s in summaries(outputs))
+    for summary in summaries(outputs):
+        assert summary["accepted_per_round"][0] == summary["drafted_per_round"][0] >= 20
 
 
 def test_mixed_with_resident_requests(
@@ -79,7 +80,7 @@ def test_mixed_with_resident_requests(
     names = list(texts)[:4]
     short = [texts[n][:60] for n in names]
     expected = engine.plain(short, GREEDY)
-    engine.configure(draft_length=9)
+    engine.configure()
     outputs = engine.generate([texts[names[0]], short[0], texts[names[1]], short[1], short[2], short[3]], GREEDY)
     assert tokens(outputs) == [stock[names[0]], expected[0], stock[names[1]], expected[1], expected[2], expected[3]]
     reports = summaries(outputs)
@@ -94,14 +95,14 @@ def test_sampled_equals_full_kv_sampling(
     """T = 0.7 with a seed: exactly what the same sampler gives when every request is resident."""
     prompts = list(texts.values())[:4]
     params = [SamplingParams(temperature=0.7, seed=i, max_tokens=48, ignore_eos=True) for i in range(4)]
-    engine.configure(policy=policy, compressor=compressor, draft_length=10)
+    engine.configure(policy=policy, compressor=compressor)
     assert tokens(engine.generate(prompts, params)) == engine.plain(prompts, params)
 
 
 def test_two_steps_in_flight(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """Run-ahead scheduling, as on a GPU: identical, with the same rounds as without."""
     names = list(texts)[:4]
-    engine.configure(draft_length=9)
+    engine.configure()
     plain = engine.generate([texts[n] for n in names], GREEDY)
     with engine.run_ahead():
         ahead = engine.generate([texts[n] for n in names], GREEDY)
@@ -123,7 +124,7 @@ def test_user_parameters_on_verify_rows(engine: Harness, texts: dict[str, list[i
         SamplingParams(temperature=0, max_tokens=32, allowed_token_ids=sorted(set(common) | set(range(200, 400)))),
         SamplingParams(temperature=0, max_tokens=40, min_tokens=12, stop_token_ids=common[10:14], logprobs=20),
     ]
-    engine.configure(compressor="streaming_llm", counts="uniform", ratio=0.8, draft_length=8)
+    engine.configure(compressor="streaming_llm", counts="uniform", ratio=0.8)
     with_drafts = engine.generate(prompts, params)
     before = engine.coordinator.settings
     engine.coordinator.configure(before.model_copy(update={"min_prompt_tokens": 100_000}))
@@ -137,9 +138,12 @@ def test_user_parameters_on_verify_rows(engine: Harness, texts: dict[str, list[i
             assert all(abs(x[t].logprob - y[t].logprob) < 1e-4 and x[t].rank == y[t].rank for t in x)
 
 
-def test_unseeded_requests_are_independent_of_drafting(engine: Harness, texts: dict[str, list[int]]) -> None:
-    """Without a seed a request gets one in arrival order; n > 1 gives different children."""
-    engine.configure(draft_length=8)
-    (output,) = engine.generate([texts["continue_code"]], SamplingParams(temperature=1.0, n=3, max_tokens=24))
-    children = [tuple(o.token_ids) for o in output.outputs]
-    assert len(set(children)) == 3
+def test_unseeded_requests_differ(engine: Harness, texts: dict[str, list[int]]) -> None:
+    """Without a seed every request gets its own, children of n > 1 and users of one parameter object included; the
+    object stays as it was."""
+    engine.configure()
+    params = SamplingParams(temperature=1.0, n=3, max_tokens=16, ignore_eos=True)
+    outputs = engine.generate([texts["continue_code"]] * 2, params)
+    children = [tuple(c.token_ids) for o in outputs for c in o.outputs]
+    assert len(set(children)) == 6
+    assert params.seed is None

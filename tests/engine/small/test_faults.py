@@ -8,9 +8,11 @@ import pytest
 from vllm import SamplingParams
 
 from benchmarks.engine import summaries, tokens
+from compressors.budget import kept_count
 from compressors.kvzip import KVzip
 from tests.engine.conftest import OUTPUT_TOKENS
 from tests.engine.harness import Harness
+from vericache.draft.arena import page_bound
 from vericache.store.transfer import Direction, Ticket
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -54,8 +56,8 @@ def test_failing_reload(
 ) -> None:
     """Public fault 17: the second reload fails, in the verify's own step or before it. The verify row's output is
     dropped, the request is prefilled again, the failure is counted."""
-    bandwidth = 1e10 if span == "one iteration" else 1e8
-    engine.configure(draft_length=9, iteration_seconds=0.05, link_bytes_per_second=bandwidth)
+    bandwidth = 1e10 if span == "one iteration" else 2e7
+    engine.configure(iteration_seconds=0.05, link_bytes_per_second=bandwidth)
     before = engine.coordinator.stats.failures["Load"]
     with failing_copies(engine, Direction.TO_DEVICE, lambda n: n == 2):
         if ahead:
@@ -69,7 +71,7 @@ def test_failing_reload(
 
 
 def test_every_reload_fails(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
-    engine.configure(draft_length=9, max_recoveries=1)
+    engine.configure(max_recoveries=1)
     with failing_copies(engine, Direction.TO_DEVICE, lambda n: True):
         reports = check(engine, texts, stock)
     assert [r["mode"] for r in reports] == ["resident", "resident"]
@@ -78,7 +80,7 @@ def test_every_reload_fails(engine: Harness, texts: dict[str, list[int]], stock:
 
 def test_failing_write_back(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """Public fault 19: the verify's tokens stand (they came from full KV), the stale host copy is given up."""
-    engine.configure(draft_length=9)
+    engine.configure()
     with failing_copies(engine, Direction.TO_HOST, lambda n: n == 4) as count:
         reports = check(engine, texts, stock)
     assert count[0] > 4
@@ -87,7 +89,7 @@ def test_failing_write_back(engine: Harness, texts: dict[str, list[int]], stock:
 
 def test_failing_offload(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """The KV is still on the device: the request goes on as a plain row and is demoted again."""
-    engine.configure(draft_length=9)
+    engine.configure()
     with failing_copies(engine, Direction.TO_HOST, lambda n: n == 1):
         reports = check(engine, texts, stock)
     assert sorted(r["recoveries"] for r in reports) == [0, 1]
@@ -115,13 +117,13 @@ def test_failing_compressor(
 def test_full_host_store(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """No host page is free at admission: requests stay resident. It fills up later: the request is recomputed."""
     host = engine.coordinator.reserved.host
-    engine.configure(draft_length=9)
+    engine.configure()
     hostage = host.take(host.free) or []
     reports = check(engine, texts, stock)
     assert [r["mode"] for r in reports] == ["resident", "resident"]
     assert all("full" in r["reason"] for r in reports)
     host.release(hostage)
-    engine.configure(draft_length=9, window=16)
+    engine.configure(window=16)
     for name in NAMES:
         engine.add(name, texts[name], GREEDY)
     engine.run_until(lambda: set(engine.states().values()) == {"DRAFTING"} and len(engine.states()) == 2)
@@ -134,8 +136,13 @@ def test_full_host_store(engine: Harness, texts: dict[str, list[int]], stock: di
 def test_full_arena(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """Room for one request: the second is resident until the first has finished, or to its end."""
     arena = engine.coordinator.reserved.arena
-    engine.configure(draft_length=9)
-    hostage = arena.free - 90 * 12
+    engine.configure()
+    settings, plan = engine.coordinator.settings, engine.coordinator.plan
+    longest = max(len(texts[n]) for n in NAMES) + 1
+    kept = kept_count(settings.ratio, longest, settings.sinks, settings.recent)
+    tail = OUTPUT_TOKENS + settings.window
+    one_request = page_bound(kept, tail, plan.layers * plan.kv_heads, settings.page_tokens)
+    hostage = arena.free - one_request - one_request // 2
     assert arena.take(hostage)
     reports = check(engine, texts, stock)
     arena.release(hostage)
@@ -146,7 +153,7 @@ def test_full_arena(engine: Harness, texts: dict[str, list[int]], stock: dict[st
 def test_tight_pool(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], policy: str) -> None:
     """Public fault 22: the pool holds barely more than one full KV (and cached blocks of finished requests): rounds
     take turns, everybody finishes."""
-    engine.configure(compressor="snapkv", counts="uniform", draft_length=9, policy=policy)
+    engine.configure(compressor="snapkv", counts="uniform", policy=policy)
     blocks = engine.coordinator.blocks
     names = list(texts)[:4]
     hostage = blocks.take(blocks.free - 14) or []
@@ -159,7 +166,7 @@ def test_tight_pool(engine: Harness, texts: dict[str, list[int]], stock: dict[st
 
 def test_more_users_than_seats(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """Twelve requests, eight rows: four wait, nobody crashes the engine."""
-    engine.configure(compressor="snapkv", counts="uniform", draft_length=9)
+    engine.configure(compressor="snapkv", counts="uniform")
     names = list(texts)[:4] * 3
     outputs = engine.generate([texts[n] for n in names], GREEDY)
     assert tokens(outputs) == [stock[n] for n in names]

@@ -1,0 +1,41 @@
+"""What all benchmarks share: the machine's description, Markdown tables, a matplotlib figure that is saved."""
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+def machine() -> str:
+    """Which machine measured: a time means nothing without it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores, {platform.python_implementation()} {platform.python_version()}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
+    """Lines of a Markdown table; the first ``left`` columns are text."""
+    align = [":--"] * left + ["--:"] * (len(header) - left)
+    return ["| " + " | ".join(map(str, r)) + " |" for r in (header, align, *rows)]
+
+
+@contextmanager
+def figure(file: Path, width: float, height: float) -> Iterator[tuple[Any, Any]]:
+    """``(figure, axes)``, saved to ``file`` on leaving."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    yield fig, axes
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(file, dpi=110)
+    plt.close(fig)

@@ -1,0 +1,175 @@
+"""Compression in the worker: scoring passes, filled slots, and compressors whose failure concerns one request."""
+
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import compressors.registry as registry
+from compressors import CachedKeys, MethodSpec, Scorer, Shape, create
+from tests.tensor.worker_world import ANCHORS, PT, SCALE, SCORED, SHAPE, World, compress, probe
+from vericache.engine.ops import ProbeRow, StepMetadata
+
+
+def test_compressing_without_probes(world: World) -> None:
+    report = world.step(before=[compress(3)])
+    kept = create(ANCHORS, SHAPE, 10).select()
+    assert kept.counts.tolist() == [[5, 5], [5, 5]]
+    assert report.compressed == {"a": 8} == {"a": len(world.arena.slots[3].pages)}
+    world.check_slot(3, kept, (7, 2, 9), 10)
+
+
+def test_drop_slot_frees_everything(world: World) -> None:
+    world.step(before=[compress(3)])
+    world.arena.grow_tail(3, PT + 1)
+    report = world.step(drops=[3, 5])
+    assert not report.failures
+    world.check_empty()
+
+
+def test_a_scoring_pass_reaches_the_compressor(world: World) -> None:
+    """What the rows of a pass show layer by layer is what the compression selects from."""
+    unwritten = world.begin([probe(2)], {"x": [4], "p": [7, 8, 9]})
+    assert unwritten.tolist() == [1, 2, 3]
+    world.show(4)
+    report = world.step(before=[compress(2, SCORED, probes=1)])
+    assert not report.failures
+
+    expected = create(SCORED, SHAPE, 10)
+    rng = torch.Generator().manual_seed(5)
+    for layer in range(SHAPE.layers):
+        query, key = torch.randn(4, 4, 8, generator=rng), torch.randn(4, 2, 8, generator=rng)
+        keys, _ = world.layout.read(world.caches[layer], (7, 2, 9), torch.arange(10))
+        expected.observe(layer, 0, query[1:], key[1:], lambda p, k=keys: k[:, p], SCALE)
+    kept = expected.select()
+    assert torch.equal(world.arena.slots[2].counts.long(), kept.counts)
+    world.check_slot(2, kept, (7, 2, 9), 10)
+
+
+def test_a_pass_of_several_rows_keeps_one_compressor(world: World) -> None:
+    """KVzip scores chunk by chunk, one row a step; other requests' passes run in between."""
+    spec = MethodSpec("kvzip", "per_head", 0.5, 1, 2, (("chunk", 8),))
+    expected = create(spec, SHAPE, 10)
+    for index in range(2):
+        other = ProbeRow("q", "b", 6, index, 10, spec, (1, 3, 4), False)
+        unwritten = world.begin([probe(2, spec, index, False), other], {"q": [10, 11], "p": [10, 11, 12]})
+        assert len(unwritten) == 0
+        world.show(5, seed=index)
+        rng = torch.Generator().manual_seed(index)
+        for layer in range(SHAPE.layers):
+            query, key = torch.randn(5, 4, 8, generator=rng), torch.randn(5, 2, 8, generator=rng)
+            keys, _ = world.layout.read(world.caches[layer], (7, 2, 9), torch.arange(10))
+            expected.observe(layer, index, query[2:], key[2:], lambda p, k=keys: k[:, p], SCALE)
+    world.step(before=[compress(2, spec, probes=2)])
+    kept = expected.select()
+    assert torch.equal(world.arena.slots[2].counts.long(), kept.counts)
+    world.check_slot(2, kept, (7, 2, 9), 10)
+
+
+class Broken(Scorer):
+    """Raises where a test wants it to; one instance of a third-party method with a bug."""
+
+    name = "broken"
+    summary = "for tests"
+    where: ClassVar[str] = ""
+
+    def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
+        super().__init__(shape, num_tokens, spec)
+        if self.where == "init":
+            raise ValueError("boom")
+
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+        if self.where == f"observe{layer}":
+            raise ValueError("boom")
+        if self.where == "outside":
+            cached(torch.tensor([99]))
+
+    def scores(self) -> Tensor:
+        if self.where == "scores":
+            raise ValueError("boom")
+        value = math.nan if self.where == "nan" else 1.0
+        return torch.full((self.shape.layers, self.shape.kv_heads, self.num_tokens), value)
+
+
+# (where, message, whether a scoring pass ran before)
+BREAKS = [
+    ("init", "ValueError: boom", False),
+    ("init", "ValueError: boom", True),
+    ("observe0", "ValueError: boom", True),
+    ("observe1", "ValueError: boom", True),
+    ("outside", "IndexError: ", True),
+    ("scores", "ValueError: boom", False),
+    ("scores", "ValueError: boom", True),
+    ("nan", "MethodError: broken returned scores", False),
+]
+
+
+@pytest.mark.parametrize(("where", "message", "with_pass"), BREAKS)
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_compressor_that_raises_concerns_one_request(
+    world: World, monkeypatch: pytest.MonkeyPatch, where: str, message: str, with_pass: bool, filled: bool
+) -> None:
+    """The forward goes on, the failure is reported when the compression is asked for, the slot is empty (also when
+    it was drafting already and is compressed anew), and the next request may use it."""
+    monkeypatch.setitem(registry.METHODS, "broken", Broken)
+    monkeypatch.setattr(Broken, "where", "")
+    if filled:
+        world.step(before=[compress(2)])
+        world.arena.grow_tail(2, PT + 1)
+    monkeypatch.setattr(Broken, "where", where)
+    spec = MethodSpec("broken", ratio=0.5, sinks=1, recent=2)
+    if with_pass:
+        other = ProbeRow("q", "b", 6, 0, 10, SCORED, (1, 3, 4), True)
+        world.begin([probe(2, spec), other], {"p": [7, 8, 9], "q": [7, 8, 9]})
+        world.show(6)
+    seen = int(with_pass)
+    report = world.step(before=[compress(2, spec, probes=seen), compress(6, SCORED, "b", (1, 3, 4), seen)])
+    (failure,) = report.failures
+    assert (failure.request_id, failure.op) == ("a", "Compress")
+    assert failure.message.startswith(f"CompressionError: compressor 'broken' failed: {message}")
+    assert report.compressed.keys() == {"b"}
+    assert list(world.arena.slots) == [6]
+
+    monkeypatch.setattr(Broken, "where", "")
+    assert not world.step(before=[compress(2, spec)]).failures  # nothing is left of the failed pass
+    world.step(drops=[2, 6])
+    world.check_empty()
+
+
+def test_dropping_a_slot_ends_its_scoring_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aborted request's half-scored compressor must not serve the next owner of the slot."""
+    monkeypatch.setitem(registry.METHODS, "broken", Broken)
+    monkeypatch.setattr(Broken, "where", "observe0")
+    world.begin([probe(2, MethodSpec("broken"))], {"p": [7, 8, 9]})
+    world.show(3)
+    report = world.step(drops=[2], before=[compress(2)])
+    assert not report.failures
+    world.check_slot(2, create(ANCHORS, SHAPE, 10).select(), (7, 2, 9), 10)
+
+
+def test_a_pass_can_start_in_a_slot_emptied_in_the_same_step(world: World) -> None:
+    """The slot's former owner ended in the step before; the new owner's first scoring row must survive the drop."""
+    world.step(before=[compress(2)])
+    batch = {"p": [7, 8, 9]}
+    metadata = StepMetadata((2,), (probe(2),))
+    world.worker.begin(metadata, list(batch), [0, 3], torch.tensor(batch["p"]))
+    world.show(3)
+    world.worker.run_before(metadata)
+    world.worker.run_after(metadata)
+    assert not world.arena.slots
+    assert not world.step(before=[compress(2, SCORED, probes=1)]).failures
+
+
+def test_missing_scoring_rows_are_an_error(world: World) -> None:
+    """Never select from scores nobody has computed: it would only cost acceptance, and nobody would notice."""
+    (failure,) = world.step(before=[compress(2, SCORED, probes=1)]).failures
+    assert "0 scoring rows were seen, expected 1" in failure.message
+    world.check_empty()
+
+
+def test_blocks_that_cannot_be_read_leave_the_slot_empty(world: World) -> None:
+    (failure,) = world.step(before=[compress(0, blocks=(7, 2))]).failures
+    assert failure.message.startswith("IndexError")
+    world.check_empty()
