@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of acceptance.json, .md and .png")
     args = parser.parse_args(argv)
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
+    torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment
     from benchmarks.engine import LiveEngine  # imports vLLM, which reads the environment
     from vericache.demo import model
     from vericache.demo.prompts import PROMPTS, load

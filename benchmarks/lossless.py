@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -68,7 +69,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     parser.add_argument("--policy", nargs="+", choices=["staggered", "lockstep"], default=["staggered"])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[4])
-    parser.add_argument("--draft-length", type=int, default=8)
+    parser.add_argument("--draft-length", type=int, default=5)
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th cell, from the I-th (0 .. N - 1) on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", help="name of the files (default: lossless-DTYPE)")
@@ -88,6 +89,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
+    torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment
     from benchmarks.lossless_run import Run  # imports vLLM, which reads the environment
 
     console = Console()

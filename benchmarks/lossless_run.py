@@ -34,7 +34,7 @@ class Run:
             "block_size": 32,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 1536,
-            "kv_cache_memory_bytes": 3 << 30,
+            "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": True,
         }
         self.engine = LiveEngine(
