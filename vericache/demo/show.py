@@ -30,8 +30,8 @@ def mib(num_bytes: int) -> str:
 
 def table(report: Mapping[str, Any], console: Console) -> None:
     requests = Table(title="VeriCache against plain vLLM", title_justify="left")
-    for column in ("request", "prompt", "output", "identical", "rounds", "acceptance length", "KV kept on device"):
-        requests.add_column(column, justify="left" if column == "request" else "right")
+    for column in ("request", "prompt", "output", "identical", "rounds", "acceptance length", "KV kept"):
+        requests.add_column(column, justify="left" if column == "request" else "right", no_wrap=column == "request")
     for r in report["requests"]:
         kept = f"{r['compressed_fraction']:.0%}" if r["mode"] == "draft" else f"all ({r['reason']})"
         same = "[green]yes[/green]" if r["identical"] else "[bold red]NO[/bold red]"

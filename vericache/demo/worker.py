@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 

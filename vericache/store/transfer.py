@@ -1,8 +1,7 @@
 """Copy engines: pages between device KV caches and the host store.
 
 The interface is that of a side stream: ``submit`` starts a copy and returns a ticket, ``wait`` orders what follows
-on the compute stream after it, ``finished`` reports completed copies with their times. The CPU engine copies at
-once, so its tickets are complete when it returns them.
+on the compute stream after it. The CPU engine copies at once, so its tickets are complete when it returns them.
 """
 
 import enum
