@@ -21,6 +21,7 @@ OUTPUT_TOKENS = 40
 SMALL_LAYERS = 6
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         kind = item.path.parent.name

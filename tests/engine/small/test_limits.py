@@ -81,7 +81,7 @@ def test_context_limit_in_a_block(long_blocks: Harness, texts: dict[str, list[in
 def test_verify_around_a_block_edge(engine: Harness, texts: dict[str, list[int]], length: int) -> None:
     """Public faults 18 and 19: verifies that end on, before and after a block edge; rejections across it."""
     prompts = [texts["continue_code"][:length], texts["summarise"][:length]]
-    params = SamplingParams(temperature=0, max_tokens=72, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = engine.plain(prompts, params)
     for draft_length in (1, 5, 31, 32, 33):
         engine.configure(compressor="random", counts="per_head", draft_length=draft_length)
