@@ -120,6 +120,9 @@ class Crowd:
     def __init__(self) -> None:
         self.rounds = dict(enumerate(demands(random.Random(1), (DRAFT_LENGTH, DRAFT_LENGTH))))
 
+    def draft_length(self, request_id: str) -> int:
+        return DRAFT_LENGTH
+
     def draft_limit(self, request_id: str) -> int:
         return WINDOW - 1
 
@@ -132,7 +135,7 @@ class Crowd:
 
 def ticks() -> list[Series]:
     """Whole iterations of the planner while the ring is congested: a few dozen rounds run, the others wait."""
-    host, planner = Crowd(), Planner(WINDOW, Staggered(), DRAFT_LENGTH, verify_tokens=2 * WINDOW)
+    host, planner = Crowd(), Planner(WINDOW, Staggered(), verify_tokens=2 * WINDOW)
     for i in range(REQUESTS):
         planner.demote(str(i))
         planner.demoted(str(i), 0)

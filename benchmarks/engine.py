@@ -42,7 +42,8 @@ class LiveEngine:
         fixed = {"iteration_seconds": 0.05, "link_bytes_per_second": 1e10}
         config = VeriCacheConfig(**{**self.defaults, **fixed, **settings})
         self.coordinator.configure(config)
-        self.coordinator.texts = probe_texts(self.scheduler.vllm_config.model_config, config.compressor)
+        self.llm.vericache_config = config
+        self.coordinator.texts = probe_texts(self.scheduler.vllm_config.model_config, config)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]

@@ -18,6 +18,9 @@ from scheduler.rings import Rings
 class Host(Protocol):
     """What the planner asks its surroundings about one request."""
 
+    def draft_length(self, request_id: str) -> int:
+        """Drafts a round of this request aims at (x)."""
+
     def draft_limit(self, request_id: str) -> int:
         """The most drafts the next verify may carry (output left, context limit), at least 0."""
 
@@ -40,10 +43,9 @@ class Tick:
 class Planner:
     """Owns the tracks of all requests that are not plain vLLM rows, and their bookings."""
 
-    def __init__(self, window: int, policy: Policy, draft_length: int, verify_tokens: int) -> None:
+    def __init__(self, window: int, policy: Policy, verify_tokens: int) -> None:
         self.rings = Rings(window)
         self.policy = policy
-        self.draft_length = draft_length
         self.verify_tokens = verify_tokens  # cap per iteration, see performance notes in docs
         self.tracks: dict[str, Track] = {}
 
@@ -147,7 +149,7 @@ class Planner:
         refused: list[Demand] = []
         for track in waiting:
             limit = host.draft_limit(track.request_id)
-            demand = host.demand(track.request_id, min(self.draft_length, limit))
+            demand = host.demand(track.request_id, min(host.draft_length(track.request_id), limit))
             # The verify row needs all drafts known, and results lag by ``hold`` iterations.
             demand = replace(demand, anchor=demand.anchor + demand.hold)
             if self.policy.monotone and any(demand.covers(smaller) for smaller in refused):

@@ -46,7 +46,15 @@ class VeriCacheConfig(BaseModel):
     iteration_seconds: float | None = Field(None, gt=0, description="fix T_iter of the BW ring instead of measuring it")
     link_bytes_per_second: float | None = Field(None, gt=0, description="fix L of the BW ring instead of measuring it")
     max_recoveries: int = Field(2, ge=0, description="failed demotions or reloads before a request stays resident")
-    trace_iterations: int = Field(0, ge=0, description="iterations of the schedule to remember for the picture")
+    request_options: tuple[Literal["mode", "draft_length", "compressor", "counts", "ratio"], ...] = Field(
+        ("mode", "draft_length"), description="what clients may set for a request (vllm_xargs: vericache_mode, ...)"
+    )
+    audit_share: float = Field(0.0, ge=0, le=1, description="share of drafted requests the server replays on full KV")
+    audit_folder: str | None = Field(None, description="where reproducer files of audit mismatches go")
+    audit_keep: Literal["hash", "tokens"] = Field("hash", description="what a reproducer holds of prompt and output")
+    trace_iterations: int = Field(
+        240, ge=0, description="iterations of the schedule to remember for the status page and the demo's picture"
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -9,6 +9,14 @@ class ConfigError(VeriCacheError, ValueError):
     """A setting is unknown, has a wrong value, or does not fit the others. Raised before any work starts."""
 
 
+class RequestError(VeriCacheError, ValueError):
+    """A client asks for something this server cannot or may not do. Raised before the request starts."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
 class UnsupportedError(VeriCacheError):
     """The model, a vLLM feature or the vLLM version cannot be served losslessly by this design."""
 

@@ -9,6 +9,7 @@ from vllm import EngineArgs
 from vericache.config import VeriCacheConfig, load
 from vericache.engine.support import check_supported
 from vericache.plugin import engine_arguments
+from vericache.request_options import RequestSettings
 
 
 class LLM(vllm.LLM):
@@ -17,8 +18,11 @@ class LLM(vllm.LLM):
 
     Every finished ``RequestOutput`` says in ``kv_transfer_params["vericache"]`` how the request was served.
 
+    A request may set ``vericache_*`` options in ``SamplingParams.extra_args`` (see ``RequestOptions``).
+
     Raises:
         ConfigError, UnsupportedError: before the engine starts.
+        RequestError: before any request of the call starts.
     """
 
     def __init__(self, model: str, *, vericache: VeriCacheConfig | Mapping[str, Any] | None = None, **kwargs: Any):
@@ -26,3 +30,10 @@ class LLM(vllm.LLM):
         kwargs |= engine_arguments(config, kwargs)
         check_supported(EngineArgs(model=model, **kwargs).create_engine_config())
         super().__init__(model, **kwargs)
+        self.vericache_config = config
+
+    def _render_and_add_requests(self, prompts: Any, params: Any, **kwargs: Any) -> list[str]:
+        """Everything vLLM's ``LLM`` starts comes through here (``entrypoints/common/offline.py``)."""
+        for each in params:
+            RequestSettings(self.vericache_config, getattr(each, "extra_args", None))
+        return super()._render_and_add_requests(prompts, params, **kwargs)

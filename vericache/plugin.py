@@ -42,5 +42,5 @@ def engine_arguments(config: VeriCacheConfig, given: Mapping[str, Any]) -> dict[
         "kv_transfer_config": KVTransferConfig(
             kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_both"
         ),
-        "additional_config": {**(given.get("additional_config") or {}), KEY: config.model_dump()},
+        "additional_config": {**(given.get("additional_config") or {}), KEY: config.model_dump(mode="json")},
     }

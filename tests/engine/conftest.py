@@ -1,5 +1,6 @@
-"""Engine tests come in two packages: ``full`` runs the bundled model, ``small`` its first layers (a fifth of the
-time). Each has one engine for all its tests; with pytest-xdist each package gets a process of its own."""
+"""Engine tests come in groups, one folder each. A group has one engine for all its tests, and with pytest-xdist a
+group stays in one process: ``full`` and ``rounds`` run the bundled model, ``small`` its first layers (a fifth of the
+time), ``commands`` starts processes of its own."""
 
 import json
 import shutil
@@ -16,6 +17,8 @@ from tests.engine.harness import ENGINE, SETTINGS, Harness
 from vericache.demo import model, prompts
 from vericache.demo.worker import Job, run_in_process
 
+# Engine arguments of the groups that have an engine.
+GROUPS: dict[str, dict[str, Any]] = {"full": {"max_model_len": 3072}, "rounds": {}, "small": {}}
 PROMPT_TOKENS = 240
 OUTPUT_TOKENS = 40
 SMALL_LAYERS = 6
@@ -24,10 +27,9 @@ SMALL_LAYERS = 6
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        kind = item.path.parent.name
         if item.path.parent.parent.name == "engine":
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.xdist_group(kind))
+            item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
 
 
 @pytest.fixture(scope="session")
@@ -68,14 +70,55 @@ def stock_output(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[in
     return run_in_process(Job(str(folder), texts, OUTPUT_TOKENS, ENGINE, ignore_eos=True)).tokens
 
 
-def running_engine(folder: Path, **arguments: Any) -> Iterator[Harness]:
-    harness = Harness(folder, {**ENGINE, **arguments}, SETTINGS)
-    yield harness
-    harness.close()
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, full_folder: Path, small_folder: Path) -> Path:
+    """The model of the test's group."""
+    return small_folder if request.path.parent.name == "small" else full_folder
 
 
-def at_rest_afterwards(harness: Harness) -> Iterator[Harness]:
-    """The engine with default settings; after the test nothing may be held or left anywhere."""
+@pytest.fixture(scope="session")
+def _stock() -> dict[Path, dict[str, list[int]]]:
+    return {}
+
+
+@pytest.fixture
+def stock(folder: Path, texts: dict[str, list[int]], _stock: dict[Path, dict[str, list[int]]]) -> dict[str, list[int]]:
+    """Stock vLLM's greedy output for ``texts``."""
+    if folder not in _stock:
+        _stock[folder] = stock_output(folder, texts)
+    return _stock[folder]
+
+
+class LiveGroup:
+    """The engine of the group whose tests run now; another group's engine is shut down first."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.harness: Harness | None = None
+
+    def engine(self, name: str, folder: Path) -> Harness:
+        if self.harness is None or self.name != name:
+            self.close()
+            self.name, self.harness = name, Harness(folder, {**ENGINE, **GROUPS[name]}, SETTINGS)
+        return self.harness
+
+    def close(self) -> None:
+        harness, self.harness = self.harness, None
+        if harness is not None:
+            harness.close()
+
+
+@pytest.fixture(scope="session")
+def _live() -> Iterator[LiveGroup]:
+    live = LiveGroup()
+    yield live
+    live.close()
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, folder: Path, _live: LiveGroup) -> Iterator[Harness]:
+    """The group's engine with default settings; after the test nothing may be held or left anywhere."""
+    harness = _live.engine(request.path.parent.name, folder)
     harness.configure()
     yield harness
     harness.assert_at_rest()

@@ -77,6 +77,7 @@ class Harness(LiveEngine):
         assert not scheduler.running
         assert not scheduler.waiting
         assert not coordinator.records
+        assert not coordinator._asked
         assert not coordinator.planner.tracks
         assert not coordinator.reserved.fence.pending
         assert not scheduler._in_flight

@@ -93,7 +93,7 @@ class Engine:
 
     policy: Policy = field(default_factory=Staggered)
     window: int = 16
-    draft_length: int = 4
+    aim: int = 4
     verify_tokens: int = 1000
     limits: Limits = field(default_factory=lambda: Limits(10, 100))
     depth: int = 1
@@ -101,7 +101,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.pool = self.limits.pages
-        self.planner = Planner(self.window, self.policy, self.draft_length, self.verify_tokens)
+        self.planner = Planner(self.window, self.policy, self.verify_tokens)
         self.rings = SpyRings(self.window, self.limits, isinstance(self.policy, LockStep))
         self.planner.rings = self.rings
         self.requests: dict[str, Fake] = {}
@@ -109,6 +109,9 @@ class Engine:
         self.refusals = 0
 
     # -- what the planner asks
+
+    def draft_length(self, request_id: str) -> int:
+        return self.aim
 
     def draft_limit(self, request_id: str) -> int:
         return self.requests[request_id].wish.limit

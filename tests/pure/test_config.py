@@ -1,6 +1,7 @@
 """Precedence of the sources, and errors that name the setting and what would be right."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,13 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "arena_fraction": 0.25,
         "host_memory_gib": 1.5,
         "ratio": 0.75,
+        "request_options": ("ratio",),
+        "audit_share": 0.5,
+        "audit_folder": "reproducers",
+        "audit_keep": "tokens",
     }
     value = values[name] if name in values else getattr(DEFAULT, name) + 1
-    text = f"{value}"
+    text = json.dumps(value)
     from_flag = load({name: value}, {})
     from_env = load(env={ENV_PREFIX + name.upper(): text})
     from_file = load(env={}, file=write(tmp_path, f"{name}: {text}\n"))

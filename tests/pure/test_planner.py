@@ -14,7 +14,7 @@ from tests.pure.planner_world import Engine, Wish
 @pytest.mark.parametrize("span", [1, 3, 6])
 def test_a_lone_round_loads_and_verifies_in_the_iterations_it_booked(span: int, depth: int) -> None:
     """Run-ahead must not make it late: pages are promised to others from the iteration after ``free_after`` on."""
-    engine = Engine(draft_length=8, depth=depth)
+    engine = Engine(aim=8, depth=depth)
     engine.add("a", Wish(span=span))
     engine.run()
     booking = engine.booking("a")
@@ -33,7 +33,7 @@ def test_a_lone_round_loads_and_verifies_in_the_iterations_it_booked(span: int, 
 @pytest.mark.parametrize("policy", [Staggered(), LockStep(9)], ids=["staggered", "lock-step"])
 def test_pages_are_held_only_while_they_are_booked(policy: Policy, depth: int) -> None:
     """While limits stay and nothing fails, a promised page is there: that is what the ring of pages is for."""
-    engine = Engine(policy, window=24, draft_length=8, limits=Limits(10, 30), depth=depth)
+    engine = Engine(policy, window=24, aim=8, limits=Limits(10, 30), depth=depth)
     for i in range(12):
         engine.add(f"r{i}", Wish(span=1 + i % 4, link_ns=2 + i % 3, pages=4 + i % 5))
     for _ in range(200):
@@ -44,7 +44,7 @@ def test_pages_are_held_only_while_they_are_booked(policy: Policy, depth: int) -
 
 
 def test_a_lone_request_drafts_in_every_iteration_before_its_verify() -> None:
-    engine = Engine(draft_length=6)
+    engine = Engine(aim=6)
     engine.add("a", Wish(span=3))
     ticks = [engine.run() for _ in range(7)]
     assert [t.drafts for t in ticks] == [["a"]] * 6 + [[]]
@@ -73,7 +73,7 @@ def test_drafting_stops_at_the_limit() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_end_token_stops_drafting_and_moves_the_verify_forward(depth: int) -> None:
-    engine = Engine(draft_length=12, depth=depth)
+    engine = Engine(aim=12, depth=depth)
     engine.add("a", Wish(span=2))
     engine.run_until(lambda: engine.requests["a"].known == 3, 9, last=lambda _: engine.requests["a"].known == 2)
     issued = engine.requests["a"].issued
@@ -84,7 +84,7 @@ def test_an_end_token_stops_drafting_and_moves_the_verify_forward(depth: int) ->
 
 def blocked(wish: Wish) -> Engine:
     """Request "a" is booked behind "wall", which takes the whole link for nine iterations."""
-    engine = Engine(draft_length=9)
+    engine = Engine(aim=9)
     engine.add("wall", Wish(span=9, link_ns=10))
     engine.run()
     engine.add("a", wish)
@@ -116,7 +116,7 @@ def test_a_round_at_its_limit_uses_room_that_was_freed_later() -> None:
 @pytest.mark.parametrize("limits", [Limits(10, 5), Limits(5, 100)], ids=["fewer pages", "shorter iterations"])
 def test_moving_a_verify_forward_never_loses_its_place(limits: Limits) -> None:
     """Limits change in every iteration; what is booked stays booked, also for a round that looks for better."""
-    engine = Engine(draft_length=12)
+    engine = Engine(aim=12)
     engine.add("a", Wish(span=2, link_ns=6, pages=6))
     engine.run()
     before = engine.booking("a")
@@ -130,7 +130,7 @@ def test_moving_a_verify_forward_never_loses_its_place(limits: Limits) -> None:
 
 
 def test_a_round_whose_pages_are_not_there_drafts_on_and_is_booked_again() -> None:
-    engine = Engine(draft_length=4)
+    engine = Engine(aim=4)
     engine.add("a", Wish(span=2, pages=10))
     for _ in range(3):
         engine.run()
@@ -154,13 +154,16 @@ def test_a_round_at_its_limit_verifies_soon(depth: int, limit: int) -> None:
         def draft_limit(self, request_id: str) -> int:
             return limit
 
+        def draft_length(self, request_id: str) -> int:
+            return 25
+
         def demand(self, request_id: str, anchor: int) -> Demand:
             return Demand(anchor, 1, 1, 1, depth - 1)
 
         def take_pages(self, request_id: str) -> bool:
             return True
 
-    planner = Planner(32, Staggered(), 25, 64)
+    planner = Planner(32, Staggered(), 64)
     planner.demote("a")
     planner.demoted("a", 100)
     in_flight: list[int] = []
@@ -180,7 +183,7 @@ def test_a_round_at_its_limit_verifies_soon(depth: int, limit: int) -> None:
 
 
 def test_verifies_above_the_cap_wait_and_the_earliest_goes_first() -> None:
-    engine = Engine(draft_length=4, verify_tokens=11)
+    engine = Engine(aim=4, verify_tokens=11)
     for name in "abcd":
         engine.add(name, Wish())
     for _ in range(4):
@@ -190,7 +193,7 @@ def test_verifies_above_the_cap_wait_and_the_earliest_goes_first() -> None:
 
 
 def test_a_verify_that_was_put_off_goes_before_one_that_is_due_now() -> None:
-    engine = Engine(draft_length=4, verify_tokens=5)
+    engine = Engine(aim=4, verify_tokens=5)
     for name, span in (("a", 6), ("b", 5), ("c", 5)):
         engine.add(name, Wish(span, limit=4))
     verifies = [engine.run().verifies for _ in range(8)]
@@ -198,7 +201,7 @@ def test_a_verify_that_was_put_off_goes_before_one_that_is_due_now() -> None:
 
 
 def test_a_verify_larger_than_the_cap_goes_alone() -> None:
-    engine = Engine(draft_length=6, verify_tokens=4)
+    engine = Engine(aim=6, verify_tokens=4)
     for name in "ab":
         engine.add(name, Wish())
     for _ in range(6):

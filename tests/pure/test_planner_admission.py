@@ -40,7 +40,7 @@ def test_admission_equals_asking_for_every_request_in_turn(policy: Policy, wishe
         engine.add(f"r{i}", wish)
     rings: Rings = copy.deepcopy(engine.rings)
     rings.advance()
-    anchors = [min(engine.draft_length, w.limit) for w in wishes]
+    anchors = [min(engine.aim, w.limit) for w in wishes]
     expected = [
         book(rings, policy, Demand(x, w.span, w.link_ns, w.pages), engine.limits)
         for x, w in zip(anchors, wishes, strict=True)
@@ -95,7 +95,7 @@ def test_no_request_waits_for_ever(policy: Policy, depth: int) -> None:
     """30 requests of mixed sizes, each of which fits alone, and small ones that keep coming. Once the oldest has
     waited for a window, the rings empty within another one; a third of the requests needs most of a ring alone."""
     window, limits = 32, Limits(100, 60)
-    engine = Engine(policy, window, draft_length=6, verify_tokens=64, limits=limits, depth=depth)
+    engine = Engine(policy, window, aim=6, verify_tokens=64, limits=limits, depth=depth)
     for i in range(30):
         span = (1, 2, 5, 12, window - depth)[i % 5]
         engine.add(f"r{i}", Wish(span, (1, 30, 60, 100)[i % 4], (1, 8, 35, 60)[i // 5 % 4], limit=1 + i % 20))

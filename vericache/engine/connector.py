@@ -5,6 +5,7 @@ Relies on ``KVConnectorBase_V1``: ``build_connector_meta`` (called for every ste
 ``build_connector_worker_meta`` / ``update_connector_output``, ``request_finished``.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vericache.engine.kv_worker import KVWorker
+from vericache.engine.metrics import PromMetrics, Stats
 from vericache.engine.ops import StepMetadata, StepReport
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class VeriCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: KVWorker | None = None  # set by the VeriCache worker once KV caches exist (None in mode off)
         self._staged = StepMetadata()
         self._summaries: dict[str, dict[str, Any]] = {}
+        self.telemetry: Callable[[], Stats] | None = None  # set by the scheduler
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -65,6 +68,18 @@ class VeriCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """The summary reaches the client as ``kv_transfer_params``."""
         summary = self._summaries.pop(request.request_id, None)
         return False, None if summary is None else {"vericache": summary}
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """What the scheduler counted since the last step; workers report through ``StepReport``."""
+        return self.telemetry() if self.telemetry is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> PromMetrics:
+        return PromMetrics(*args)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False

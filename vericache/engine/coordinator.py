@@ -6,6 +6,7 @@ scheduler; ``vericache.engine.scheduler`` writes the plan into vLLM's structures
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 from vllm.v1.request import Request
@@ -18,12 +19,15 @@ from scheduler.throughput import Throughput
 from vericache.config import VeriCacheConfig
 from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.detached import Detached
-from vericache.engine.eligibility import end_tokens, resident_reason
+from vericache.engine.eligibility import POOLS_FULL, Reason, end_tokens, resident_reason
+from vericache.engine.grammar import Grammars
 from vericache.engine.observe import EngineStats
 from vericache.engine.ops import Compress, DraftRow, Load, Offload, ProbeRow, StepReport, VerifyRow, WriteBack
 from vericache.engine.plan import Bounds, Draft, Probing, StepPlan, Verify
 from vericache.engine.reservations import Reservations
 from vericache.engine.settings import MemoryPlan
+from vericache.errors import RequestError
+from vericache.request_options import RequestSettings
 
 
 class Coordinator:
@@ -36,8 +40,10 @@ class Coordinator:
         blocks: DeviceBlocks,
         bounds: Bounds,
         texts: Mapping[str, Sequence[int]],
+        grammars: Grammars,
     ) -> None:
         self.plan, self.blocks, self.bounds, self.texts = plan, blocks, bounds, texts
+        self.grammars = grammars
         self.records: dict[str, Detached] = {}
         self.reserved = Reservations(plan, blocks, bounds.seats, settings.page_tokens)
         self.stats = EngineStats()
@@ -50,32 +56,37 @@ class Coordinator:
         """Change policy, draft length, method or thresholds; only while no request is detached."""
         assert not self.records, f"settings change only while no request is detached, {len(self.records)} are"
         self.settings = settings
+        self._asked: dict[str, RequestSettings] = {}
         self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
         policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
-        self.planner = Planner(settings.window, policy, settings.draft_length, settings.verify_tokens)
+        self.planner = Planner(settings.window, policy, settings.verify_tokens)
 
     # -- leaving the device ----------------------------------------------------------------------------
 
-    def resident_reason(self, request: Request) -> str | None:
+    def resident_reason(self, request: Request) -> Reason | None:
         """Why a request stays a plain vLLM row; None when it may draft, resources permitting."""
-        if self.settings.mode == "off":
-            return "mode is off"
+        try:
+            asked = self.asked(request)
+        except RequestError as error:  # the front door checks it; an engine must not fail over one request
+            return Reason("bad_option", str(error))
+        if self.settings.mode == "off" or asked.off:
+            return Reason("off", "mode is off")
         past = self._past.get(request.request_id)
         if past is not None and past.recoveries > self.settings.max_recoveries:
-            return f"demotion or reload failed {past.recoveries} times"
-        if reason := resident_reason(request, self.settings.min_prompt_tokens):
+            return Reason("failures", f"demotion or reload failed {past.recoveries} times")
+        if reason := resident_reason(request, asked.min_prompt_tokens):
             return reason
         try:
-            self._fitted(request.num_tokens)
+            self._fitted(request)
         except MethodError as error:
-            return str(error)
+            return Reason("method", str(error))
         return None
 
     def detach(self, request: Request) -> bool:
         """Take everything the request needs to draft, all or nothing; False leaves it resident."""
         window = self.settings.window
         tail = min(self.settings.tail_tokens, request.max_tokens) + window
-        record = self.reserved.open(request, self._fitted(request.num_tokens), tail, window)
+        record = self.reserved.open(request, self._fitted(request), tail, window)
         if record is None:
             return False
         if past := self._past.pop(record.request_id, None):
@@ -84,10 +95,20 @@ class Coordinator:
         self.planner.demote(record.request_id)
         return True
 
-    def _fitted(self, num_tokens: int) -> MethodSpec:
-        """The configured method with scoring rows that fit in a step and behind the context."""
-        room = min(self._scoring_room, self.bounds.max_model_len - num_tokens - 1)
-        return METHODS[self.settings.compressor].fit(self.settings.method, room)
+    def asked(self, request: Request) -> RequestSettings:
+        """The settings as they hold for this request. Raises RequestError."""
+        found = self._asked.get(request.request_id)
+        if found is None:
+            params = request.sampling_params
+            found = RequestSettings(self.settings, params.extra_args if params is not None else None, trusted=True)
+            self._asked[request.request_id] = found
+        return found
+
+    def _fitted(self, request: Request) -> MethodSpec:
+        """The request's method with scoring rows that fit in a step and behind the context."""
+        config = self.asked(request).config
+        room = min(self._scoring_room, self.bounds.max_model_len - request.num_tokens - 1)
+        return METHODS[config.compressor].fit(config.method, room)
 
     @property
     def _scoring_room(self) -> int:
@@ -106,8 +127,7 @@ class Coordinator:
                 self._demotion_step(record, out)
             elif state is State.WAITING and not self._fits_host(record):
                 out.recompute.append(record)
-        for record in (*out.rejoin, *out.recompute):
-            self.abandon(record)
+                self.abandon(record, "host_store_full")
         limits = Limits(self.throughput.iteration_ns, self._transient_pages(running, head_blocks))
         tick = self.planner.tick(self, limits)
         for request_id in tick.loads:
@@ -138,6 +158,7 @@ class Coordinator:
             too_long = len(probe.tokens) > self._scoring_room or length > self.bounds.max_model_len
             if too_long or needed > len(device):  # the tokenizer's texts are longer than the method's bound
                 (out.recompute if record.anew else out.rejoin).append(record)
+                self.abandon(record, "scoring_too_long")
                 return
             if out.probe_tokens + len(probe.tokens) > self._scoring_room:
                 return  # another request's scoring row fills this step
@@ -171,9 +192,12 @@ class Coordinator:
         assert record.shadow_id is not None
         row = DraftRow(record.shadow_id, record.request_id, record.slot, record.base)
         out.drafts.append(Draft(record, row, record.context + before, before))
+        record.drafted_at = monotonic()
 
     def _verify(self, record: Detached, count: int, out: StepPlan) -> None:
         context, drafts = record.context, record.drafts[:count]
+        if drafts:
+            self.stats.telemetry.sample("vericache_verify_wait_seconds", monotonic() - record.drafted_at)
         out.verifies.append(Verify(record, VerifyRow(record.request_id, record.slot, record.base), context, drafts))
         first, end = context // self.plan.block_tokens, self.plan.blocks_for(context + 1 + len(drafts))
         blocks, pages = ids(record.blocks)[first:end], record.host_pages[first:end]
@@ -184,6 +208,7 @@ class Coordinator:
         if record.shadow_id is not None:
             where.append(record.shadow_id)
         record.shadow_id, record.drafts = None, []
+        self.grammars.rewind(record)
 
     def _fits_host(self, record: Detached) -> bool:
         """Host pages for the next round; fewer shorten it. False when not even one more token fits."""
@@ -203,6 +228,9 @@ class Coordinator:
         return self.blocks.free + held - growth - head_blocks
 
     # -- what the planner asks (scheduler.planner.Host) --------------------------------------------------
+
+    def draft_length(self, request_id: str) -> int:
+        return self.asked(self.records[request_id].request).config.draft_length
 
     def draft_limit(self, request_id: str) -> int:
         record = self.records[request_id]
@@ -251,10 +279,13 @@ class Coordinator:
             if record.shadow_id == draft.row.row_id and self._is_live(record):
                 (token,) = sampled[draft.row.row_id]
                 record.drafts.append(token)
-                self.planner.drafted(record.request_id, last=token in end_tokens(record.request))
+                ended = self.grammars.advance(record, token) or token in end_tokens(record.request)
+                self.planner.drafted(record.request_id, last=ended)
         for verify in plan.verifies:
             if self._is_live(verify.record):
-                verify.record.rounds.append((len(verify.drafts), len(sampled[verify.record.request_id]) - 1))
+                drafted, accepted = len(verify.drafts), len(sampled[verify.record.request_id]) - 1
+                verify.record.rounds.append((drafted, accepted))
+                self.stats.telemetry.verified(drafted, accepted)
 
     def digest(self, plan: StepPlan, report: StepReport) -> tuple[list[Detached], list[Detached]]:
         """Settle a step after vLLM has processed its output. Returns (rejoin, recompute): requests that become
@@ -267,6 +298,7 @@ class Coordinator:
                 continue
             if record.request_id in failed:
                 (recompute if record.anew else rejoin).append(record)
+                self.abandon(record, "compression_failed")
             else:
                 self._settle(record, report.compressed[record.request_id])
         for verify in plan.verifies:
@@ -275,13 +307,13 @@ class Coordinator:
                 continue
             if record.request_id in failed:  # the host copy lacks what this verify added
                 recompute.append(record)
+                self.abandon(record, "write_back_failed")
             elif self._tail_lasts(record) or self._extend_tail(record):
                 self.reserved.give_blocks(record)
                 self.planner.verified(record.request_id, record.context)
             elif not self._compress_anew(record):
                 recompute.append(record)
-        for record in (*rejoin, *recompute):
-            self.abandon(record)
+                self.abandon(record, "no_scratch_blocks")
         return rejoin, recompute
 
     def _is_live(self, record: Detached) -> bool:
@@ -289,6 +321,7 @@ class Coordinator:
 
     def _settle(self, record: Detached, head_pages: int) -> None:
         """The slot is filled: give the full KV's blocks back and wait for a round."""
+        self.stats.telemetry.count("vericache_recompressions" if record.anew else "vericache_demotions")
         if not record.anew:
             record.blocks = self.blocks.detach(record.request) + record.blocks
         self.reserved.give_blocks(record)
@@ -318,7 +351,7 @@ class Coordinator:
     def _compress_anew(self, record: Detached) -> bool:
         """The tail is long: compress the whole context again while its full KV is on the device."""
         try:
-            spec = self._fitted(record.request.num_tokens)
+            spec = self._fitted(record.request)
         except MethodError:
             return False
         record.anew = self.reserved.refit(record, spec)
@@ -334,13 +367,19 @@ class Coordinator:
         if record is not None:
             self.planner.finish(record.request_id)
             self._release(record)
-            return record.summary()
-        reason = self.resident_reason(request) or "the draft arena, the host store or the KV pool was full"
-        past = self._past.pop(request.request_id, None)
-        return past.summary(reason) if past else {"mode": "resident", "reason": reason}
+            summary = record.summary()
+        else:
+            reason = self.resident_reason(request) or POOLS_FULL
+            past = self._past.pop(request.request_id, None)
+            summary = past.summary(reason.text) if past else {"mode": "resident", "reason": reason.text}
+            if past is None:
+                self.stats.telemetry.count("vericache_fallbacks", label=reason.code)
+        self._asked.pop(request.request_id, None)
+        return summary
 
-    def abandon(self, record: Detached) -> None:
+    def abandon(self, record: Detached, reason: str) -> None:
         """The request becomes a plain vLLM row again."""
+        self.stats.telemetry.count("vericache_promotions", label=reason)
         del self.records[record.request_id]
         record.recoveries += 1
         self._past[record.request_id] = record

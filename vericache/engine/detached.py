@@ -27,7 +27,9 @@ class Detached:
     settling: bool = False  # the compression has been issued
     drafts: list[int] = field(default_factory=list)  # known draft ids of the running round
     shadow_id: str | None = None  # row id of the running round's draft row
+    grammar_ahead: int = 0  # drafts by which the request's grammar matcher is ahead of its output
     rounds: list[tuple[int, int]] = field(default_factory=list)  # (drafts verified, drafts accepted)
+    drafted_at: float = 0.0  # when the running round's latest draft row was issued, monotonic seconds
     compressed_bytes: int = 0  # compressed pages, their tables and counts, at the last compression
     full_bytes: int = 1  # full KV of the same context
     recoveries: int = 0  # times the request had to become a plain row again

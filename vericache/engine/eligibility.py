@@ -1,19 +1,31 @@
 """Which requests may leave the device, and why the others stay plain vLLM rows."""
 
+from typing import NamedTuple
+
 from vllm.v1.request import Request
 
 
-def resident_reason(request: Request, min_prompt_tokens: int) -> str | None:
-    """None when the request may draft, else the reason it stays resident (told to the client)."""
+class Reason(NamedTuple):
+    """Why a request is a plain row: a code from a small set (metrics) and a sentence (the response)."""
+
+    code: str
+    text: str
+
+
+POOLS_FULL = Reason("pools_full", "the draft arena, the host store or the KV pool was full")
+
+
+def resident_reason(request: Request, min_prompt_tokens: int) -> Reason | None:
+    """None when the request may draft, else the reason it stays resident."""
     params = request.sampling_params
     if params is None:
-        return "pooling requests have no tokens to draft"
+        return Reason("unsupported", "pooling requests have no tokens to draft")
     if request.num_prompt_tokens < min_prompt_tokens:
-        return f"prompt of {request.num_prompt_tokens} tokens is shorter than min_prompt_tokens {min_prompt_tokens}"
+        tokens = f"prompt of {request.num_prompt_tokens} tokens"
+        return Reason("short_prompt", f"{tokens} is shorter than min_prompt_tokens {min_prompt_tokens}")
     if request.max_tokens < 3:
-        return f"max_tokens {request.max_tokens} leaves nothing to draft"
+        return Reason("short_output", f"max_tokens {request.max_tokens} leaves nothing to draft")
     for present, what in (
-        (request.use_structured_output, "structured outputs"),
         (request.has_encoder_inputs, "multimodal inputs"),
         (request.prompt_embeds is not None, "prompt embeddings"),
         (request.lora_request is not None, "LoRA adapters"),
@@ -21,7 +33,7 @@ def resident_reason(request: Request, min_prompt_tokens: int) -> str | None:
         (params.thinking_token_budget is not None, "thinking_token_budget"),
     ):
         if present:
-            return f"drafting with {what} is not supported yet"
+            return Reason("unsupported", f"drafting with {what} is not supported yet")
     return None
 
 

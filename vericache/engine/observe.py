@@ -1,12 +1,14 @@
 """What the engine measured: bytes moved, peak KV memory, and the schedule itself."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from scheduler.lifecycle import State
-from vericache.engine.ops import StepReport
+from vericache.engine.metrics import Stats, Telemetry
+from vericache.engine.ops import Load, StepReport
 
 if TYPE_CHECKING:
     from vericache.engine.coordinator import Coordinator
@@ -24,6 +26,8 @@ LEGEND = {
     ".": "waits",
 }
 
+SNAPSHOT_SECONDS = 0.5  # between two snapshots for the status page
+
 
 @dataclass
 class EngineStats:
@@ -36,12 +40,19 @@ class EngineStats:
     peak_kv_bytes: int = 0  # vLLM blocks in use and the arena's pages in use, at the same time
     arena_bytes: int = 0
     trace: deque[dict[str, str]] = field(default_factory=deque)  # request -> letter of LEGEND, per iteration
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    snapshot_at: float = 0.0  # monotonic seconds
 
     def digest(self, report: StepReport) -> None:
         self.arena_bytes = report.arena_bytes
         for transfer in report.transfers:
             self.moved[transfer.op] += transfer.num_bytes
             self.seconds[transfer.op] += transfer.seconds
+            direction = "to_device" if transfer.op == Load.__name__ else "to_host"
+            self.telemetry.count("vericache_link_bytes", transfer.num_bytes, direction)
+            self.telemetry.count("vericache_link_busy_seconds", transfer.seconds, direction)
+            if transfer.op == Load.__name__:
+                self.telemetry.sample("vericache_reload_seconds", transfer.seconds)
         for failure in report.failures:
             self.failures[failure.op] += 1
 
@@ -67,3 +78,67 @@ class EngineStats:
         self.trace.append(letters)
         while len(self.trace) > coordinator.settings.trace_iterations:
             self.trace.popleft()
+
+
+def step_stats(coordinator: "Coordinator") -> Stats:
+    """What is new for the metrics and, now and then, for the status page."""
+    stats, now, status = coordinator.stats, monotonic(), None
+    if now - stats.snapshot_at >= SNAPSHOT_SECONDS or not coordinator.records:
+        stats.snapshot_at, status = now, snapshot(coordinator)
+    return stats.telemetry.take(gauges(coordinator), status)
+
+
+def gauges(coordinator: "Coordinator") -> dict[str, dict[str, float]]:
+    """The state right now, by metric and label value."""
+    rings, plan, throughput = coordinator.planner.rings, coordinator.plan, coordinator.throughput
+    host, arena = coordinator.reserved.host, coordinator.reserved.arena
+    states = dict.fromkeys((s.name.lower() for s in State if s not in (State.RESIDENT, State.FINISHED)), 0)
+    for track in coordinator.planner.tracks.values():
+        states[track.state.name.lower()] += 1
+    single = {
+        "vericache_link_capacity_bytes_per_second": throughput.bandwidth.value,
+        "vericache_iteration_seconds": throughput.iteration.value,
+        "vericache_link_ring_ratio": sum(rings.link.cells) / (rings.window * throughput.iteration_ns),
+        "vericache_page_ring_pages": max(rings.pages.cells),
+        "vericache_host_store_bytes": (host.size - host.free) * plan.block_bytes,
+        "vericache_host_store_capacity_bytes": host.size * plan.block_bytes,
+        "vericache_arena_bytes": arena.used * plan.page_bytes,
+        "vericache_arena_capacity_bytes": plan.arena_pages * plan.page_bytes,
+    }
+    return {"vericache_requests": dict(states), **{name: {"": value} for name, value in single.items()}}
+
+
+def snapshot(coordinator: "Coordinator") -> dict[str, Any]:
+    """The status page's data (JSON types only): rings by iteration, requests, stores, the schedule of late."""
+    planner, throughput = coordinator.planner, coordinator.throughput
+    requests = []
+    for request_id, track in planner.tracks.items():
+        record = coordinator.records[request_id]
+        booking = track.round.booking if track.round is not None else None
+        requests.append(
+            {
+                "id": request_id,
+                "state": track.state.name.lower(),
+                "prompt_tokens": record.request.num_prompt_tokens,
+                "output_tokens": record.request.num_output_tokens,
+                "verify_in": None if booking is None else booking.verify_at - planner.rings.now,
+                **record.summary(),
+            }
+        )
+    return {
+        "iteration": coordinator.stats.iterations,
+        "settings": coordinator.settings.model_dump(mode="json"),
+        "link_ring": [round(ns / throughput.iteration_ns, 4) for ns in planner.rings.link.cells],
+        "page_ring": list(planner.rings.pages.cells),
+        "gauges": gauges(coordinator),
+        "moved_bytes": dict(coordinator.stats.moved),
+        "failures": dict(coordinator.stats.failures),
+        "requests": requests,
+        "timeline": timeline(coordinator.stats.trace),
+    }
+
+
+def timeline(trace: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """One string per request, one letter of LEGEND per remembered iteration (blank: not there)."""
+    names = {name: None for step in trace for name in step}
+    return {name: "".join(step.get(name, " ") for step in trace) for name in names}

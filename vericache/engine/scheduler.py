@@ -10,13 +10,14 @@ import random
 import time
 from collections import deque
 from copy import copy
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -29,6 +30,8 @@ from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.connector import VeriCacheConnector, report_of
 from vericache.engine.coordinator import Coordinator
 from vericache.engine.detached import Detached
+from vericache.engine.grammar import Grammars
+from vericache.engine.observe import step_stats
 from vericache.engine.ops import StepMetadata
 from vericache.engine.plan import Bounds, StepPlan
 from vericache.engine.settings import MemoryPlan, settings_of
@@ -56,8 +59,12 @@ class VeriCacheScheduler(AsyncScheduler):
         )
         if settings.mode != "off":
             check_pool(settings, plan, bounds)
-        texts = probe_texts(self.vllm_config.model_config, settings.compressor)
-        self.coordinator = Coordinator(settings, plan, DeviceBlocks(self.kv_cache_manager), bounds, texts)
+        texts = probe_texts(self.vllm_config.model_config, settings)
+        rows_at_once = self.max_num_running_reqs + settings.verify_tokens
+        self.grammars = Grammars(self.structured_output_manager, rows_at_once)
+        blocks = DeviceBlocks(self.kv_cache_manager)
+        self.coordinator = Coordinator(settings, plan, blocks, bounds, texts, self.grammars)
+        self.connector.telemetry = partial(step_stats, self.coordinator)
         self._plan = StepPlan()
         self._in_flight: deque[StepPlan] = deque()
         self._busy = False
@@ -73,8 +80,8 @@ class VeriCacheScheduler(AsyncScheduler):
             request.sampling_params = copy(params)
             request.sampling_params.seed = self._seeds.getrandbits(62)
         super().add_request(request)
-        if request.spec_decode_metrics is not None:
-            # vLLM sizes it by num_speculative_tokens, which is 0 here.
+        if params is not None:
+            # vLLM counts only with a speculative_config, and for at most num_speculative_tokens. The output carries it.
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.coordinator.settings.window)
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -93,7 +100,7 @@ class VeriCacheScheduler(AsyncScheduler):
         """Detached requests hold KV of the old weights on host and device: they are recomputed like running ones."""
         if reset_running_requests:
             for record in list(self.coordinator.records.values()):
-                self.coordinator.abandon(record)
+                self.coordinator.abandon(record, "cache_reset")
                 self._recompute(record)
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
@@ -164,6 +171,17 @@ class VeriCacheScheduler(AsyncScheduler):
         internal = {r: scheduled.pop(r) for r in [*self._plan_rows()] if r in scheduled}
         super()._update_after_schedule(scheduler_output)
         scheduled.update(internal)
+        if any(d.record.request.use_structured_output for d in self._plan.drafts):
+            scheduler_output.has_structured_output_requests = True
+            # The mask of a draft depends on the draft before it, which a step in flight may still be sampling.
+            scheduler_output.pending_structured_output_tokens |= self.coordinator.bounds.depth > 1
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Also masks the draft rows of this step (always the latest: vLLM schedules no step before it has the masks
+        of the one before), except those whose request has ended meanwhile."""
+        drafts = [d for d in self._plan.drafts if d.record.shadow_id == d.row.row_id]
+        with self.grammars.drafting(self.requests, {d.row.row_id: d.record.request for d in drafts}):
+            return super().get_grammar_bitmask(scheduler_output)
 
     def _plan_rows(self) -> list[str]:
         return [d.row.row_id for d in self._plan.drafts] + [p.row.row_id for p in self._plan.probes]
@@ -176,7 +194,7 @@ class VeriCacheScheduler(AsyncScheduler):
         plan = self._in_flight.popleft()
         report = report_of(model_runner_output.kv_connector_output)
         for record in self.coordinator.failed_reloads(report):
-            self.coordinator.abandon(record)
+            self.coordinator.abandon(record, "reload_failed")
             self._recompute(record)
         index, tokens = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
         wanted = [*(d.row.row_id for d in plan.drafts), *(v.row.row_id for v in plan.verifies)]

@@ -7,7 +7,10 @@ import pytest
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.entrypoints.common.offline import OfflineInferenceMixin
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.model_executor.layers.attention import attention
+from vllm.outputs import CompletionOutput
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn, registry
@@ -17,11 +20,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -78,6 +83,13 @@ def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
          ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]),
         (KVConnectorBase_V1.start_load_kv, ["self", "forward_context", "kwargs"]),
         (KVConnectorBase_V1.build_connector_worker_meta, ["self"]),
+        (KVConnectorBase_V1.get_kv_connector_stats, ["self"]),
+        (Scheduler.get_grammar_bitmask, ["self", "scheduler_output"]),
+        (StructuredOutputManager.grammar_bitmask,
+         ["self", "requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"]),
+        (StructuredOutputManager._get_constraint_bounds, ["self", "request", "spec_tokens", "spec_tokens_committed"]),
+        (OfflineInferenceMixin._render_and_add_requests, ["self", "prompts", "params", "lora_requests", "priorities"]),
+        (AuthenticationMiddleware.verify_token, ["self", "headers"]),
     ],
     ids=lambda v: getattr(v, "__qualname__", ""),
 )  # fmt: skip
@@ -183,6 +195,28 @@ def test_gumbel_op_is_keyed_by_seed_and_token() -> None:
     assert out[0] == out[2]
     assert len(set(out.tolist())) == 5
     assert torch.ops._C.fused_gumbel_argmax(logits[:1], seeds[:1])[0] == out[0]
+
+
+def test_grammars_of_drafts() -> None:
+    """Masks are made in the order of the rows, for every id in ``Scheduler.requests`` that is structured; the parallel
+    path ignores drafts; a mask that needs tokens still in flight is made after them."""
+    text = source(Scheduler.get_grammar_bitmask)
+    assert "self.requests.get(req_id)" in text
+    assert "req.use_structured_output and not req.is_prefill_chunk" in text
+    text = source(StructuredOutputManager.grammar_bitmask)
+    assert "> self.fill_bitmask_parallel_threshold" in text
+    assert "if self._grammar_bitmask is None" in text
+    assert "scheduler_output.pending_structured_output_tokens" in source(EngineCore.step_with_batch_queue)
+
+
+def test_stats_and_acceptance_reach_the_api_process() -> None:
+    """The connector's stats are taken after the step's requests have been freed; a finished sequence carries its
+    ``spec_decode_metrics`` (ours are set in ``add_request``)."""
+    text = source(Scheduler.update_from_output)
+    assert text.index("self._free_request(") < text.index("self.connector.get_kv_connector_stats()")
+    assert "request.spec_decode_metrics.observe(" in text
+    assert RequestSpecDecodeMetrics.new(3).histogram == [0, 0, 0, 0]
+    assert "spec_decode_metrics" in fields(CompletionOutput)
 
 
 def test_an_override_of_the_stock_backend_is_what_the_platform_resolves() -> None:

@@ -83,8 +83,10 @@ def test_verify_around_a_block_edge(engine: Harness, texts: dict[str, list[int]]
     prompts = [texts["continue_code"][:length], texts["summarise"][:length]]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = engine.plain(prompts, params)
-    for draft_length in (1, 5, 31, 32, 33):
-        engine.configure(compressor="random", counts="per_head", draft_length=draft_length)
+    poor = {"compressor": "random", "counts": "per_head"}
+    good = {"compressor": "streaming_llm", "counts": "uniform", "ratio": 0.9}
+    for drafter, draft_length in ((poor, 1), (poor, 5), (good, 31), (good, 32), (good, 33)):
+        engine.configure(**drafter, draft_length=draft_length)
         assert tokens(engine.generate(prompts, params)) == expected
 
 
@@ -124,7 +126,7 @@ def test_context_shorter_than_every_window(engine: Harness, compressor: str) -> 
 def test_long_generation_is_compressed_anew(engine: Harness, texts: dict[str, list[int]]) -> None:
     """A tail longer than tail_tokens is compressed again at a verify boundary, from the full KV that is there."""
     prompt = texts["continue_code"][:160]
-    params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=160, ignore_eos=True)
     expected = engine.plain([prompt], params)
     for compressor, counts in (("kvzip", "per_head"), ("streaming_llm", "uniform")):
         engine.configure(compressor=compressor, counts=counts, tail_tokens=30, window=16, draft_length=8)

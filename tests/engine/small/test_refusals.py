@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import EngineArgs
+from vllm import EngineArgs, SamplingParams
 
 from benchmarks.engine import tokens
 from tests.engine.harness import Harness
 from vericache.config import VeriCacheConfig, load
 from vericache.draft import backend
+from vericache.engine.eligibility import resident_reason
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.support import check_pool, check_supported
@@ -129,19 +130,41 @@ def test_conflicting_engine_arguments(name: str) -> None:
         engine_arguments(load({}, env={}), {name: "somebody.elses.Class"})
 
 
-def test_features_that_stay_resident(engine: Harness, texts: dict[str, list[int]]) -> None:
-    """Not refused, not silent: the request is served as a plain row and its response says why."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    params = SamplingParams(
-        temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"has_encoder_inputs": True}, "multimodal"),
+        ({"prompt_embeds": object()}, "prompt embeddings"),
+        ({"lora_request": object()}, "LoRA"),
+        ({"resumable": True}, "streaming input"),
+        ({"sampling_params": SamplingParams(thinking_token_budget=4)}, "thinking_token_budget"),
+        ({"sampling_params": None}, "pooling"),
+        ({"num_prompt_tokens": 99}, "min_prompt_tokens 100"),
+        ({"max_tokens": 2}, "max_tokens 2"),
+        ({}, None),
+    ],
+)
+def test_requests_that_stay_resident(changes: dict[str, Any], why: str | None) -> None:
+    request: Any = SimpleNamespace(
+        **{
+            "sampling_params": SamplingParams(),
+            "num_prompt_tokens": 100,
+            "max_tokens": 3,
+            "has_encoder_inputs": False,
+            "prompt_embeds": None,
+            "lora_request": None,
+            "resumable": False,
+            **changes,
+        }
     )
-    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    outputs = engine.generate([texts["summarise"], texts["summarise"]], [params, short])
-    reports = [o.kv_transfer_params["vericache"] for o in outputs]
-    assert [r["mode"] for r in reports] == ["resident", "resident"]
-    assert "structured outputs" in reports[0]["reason"]
-    assert "max_tokens 2" in reports[1]["reason"]
-    assert outputs[0].outputs[0].text in ("yes", "no")
-    assert [len(t) for t in tokens(outputs)][1] == 2
+    reason = resident_reason(request, 100)
+    assert (reason is None) if why is None else (reason is not None and why in reason.text)
+
+
+def test_the_response_says_why_a_request_stayed_resident(engine: Harness, texts: dict[str, list[int]]) -> None:
+    """Not refused, not silent."""
+    (output,) = engine.generate([texts["summarise"]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    report = output.kv_transfer_params["vericache"]
+    assert report["mode"] == "resident"
+    assert "max_tokens 2" in report["reason"]
+    assert len(tokens([output])[0]) == 2

@@ -27,7 +27,7 @@ def test_rounds_equal_the_prediction(
     names = ["continue_code", "continue_prose", "summarise"]
     options = {"chunk": 100} if compressor == "kvzip" else {}
     engine.configure(compressor=compressor, counts=counts, draft_length=12, compressor_options=options)
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
     with engine.recorded_kept() as kept:
         outputs = engine.generate([texts[n] for n in names], params)
     for name, output, report in zip(names, outputs, summaries(outputs), strict=True):

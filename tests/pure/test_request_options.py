@@ -1,0 +1,73 @@
+"""What a client may ask for one request."""
+
+import math
+from typing import Any
+
+import pytest
+
+from vericache.config import VeriCacheConfig
+from vericache.errors import RequestError
+from vericache.request_options import RequestOptions, RequestSettings
+
+ALL = tuple(RequestOptions.model_fields)
+OPEN = VeriCacheConfig(request_options=ALL)
+
+
+def test_without_options_the_servers_settings_hold() -> None:
+    for extra in (None, {}, {"other": 1}):
+        settings = RequestSettings(OPEN, extra)
+        assert settings.config is OPEN
+        assert not settings.off
+        assert settings.min_prompt_tokens == OPEN.min_prompt_tokens
+
+
+def test_options_change_only_what_they_name() -> None:
+    asked = {"vericache_draft_length": 7, "vericache_compressor": "snapkv", "vericache_counts": "per_layer"}
+    settings = RequestSettings(OPEN, {**asked, "vericache_ratio": 0.5})
+    changed = {"draft_length": 7, "compressor": "snapkv", "counts": "per_layer", "ratio": 0.5}
+    assert settings.config == OPEN.model_copy(update=changed)
+
+
+def test_another_method_does_not_inherit_the_servers_options() -> None:
+    server = VeriCacheConfig(compressor="kvzip", compressor_options={"chunk": 512}, request_options=ALL)
+    assert RequestSettings(server, {"vericache_ratio": 0.5}).config.compressor_options == {"chunk": 512}
+    assert RequestSettings(server, {"vericache_compressor": "snapkv"}).config.compressor_options == {}
+
+
+def test_off_and_draft() -> None:
+    assert RequestSettings(OPEN, {"vericache_mode": "off"}).off
+    forced = RequestSettings(OPEN, {"vericache_mode": "draft", "vericache_ratio": 0.1})
+    assert forced.min_prompt_tokens == math.ceil((OPEN.sinks + OPEN.recent) / 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("vericache_mode", "fast", "'auto', 'draft' or 'off'"),
+        ("vericache_mode", 1, "'auto', 'draft' or 'off'"),
+        ("vericache_draft_length", 0, "greater than or equal to 1"),
+        ("vericache_draft_length", "7", "integer"),
+        ("vericache_draft_length", 63, "window of 64"),
+        ("vericache_ratio", 0.0, "greater than 0"),
+        ("vericache_ratio", float("nan"), "got nan"),
+        ("vericache_ratio", 0.001, "fewer than sinks"),
+        ("vericache_compressor", "kvzipp", "kvzip"),
+        ("vericache_compressor", "streaming_llm", "uniform"),
+        ("vericache_counts", "per_token", "uniform"),
+        ("vericache_slot", 3, "is not an option"),
+        ("vericache_draft_lenght", 3, "vericache_draft_length"),
+    ],
+)
+def test_a_wrong_option_is_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises(RequestError) as error:
+        RequestSettings(OPEN, {name: value})
+    assert error.value.field == name
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_the_server_does_not_allow_is_refused(name: str) -> None:
+    allowed = tuple(n for n in ALL if n != name)
+    with pytest.raises(RequestError, match="not allowed by this server") as error:
+        RequestSettings(VeriCacheConfig(request_options=allowed), {f"vericache_{name}": "auto"})
+    assert error.value.field == f"vericache_{name}"
