@@ -3,8 +3,8 @@
 Greedy runs are compared with stock vLLM in a process of its own; sampled runs with the same engine and sampler and
 every request resident (stock vLLM's V1 sampler draws sequential noise, see docs/architecture.md). In float32 every
 cell must be identical. In lower precision a first divergence is accepted only as a near tie: by teacher-forced
-full-KV logits in float32 the two tokens must be the best two, and closer than the dtype moves such pairs elsewhere in
-the same outputs.
+full-KV logits in float32 neither token may lie farther behind the best one than the dtype moves such differences
+elsewhere in the same outputs.
 
 Writes JSON, a table and a plot into docs/results/ (``--name``) after every cell: an interrupted run continues where
 it stopped. ``--shard i/n`` runs every n-th cell; the files of all shards are merged.

@@ -131,6 +131,7 @@ class Run:
         at = next(i for i, (a, b) in enumerate(zip(ours, base, strict=False)) if a != b)
         logits = self._logits([*self.prompts[name], *ours[:at]], torch.float32)[-1]
         a, b = float(logits[ours[at]]), float(logits[base[at]])
+        behind = float(logits.max()) - min(a, b)
         ranks = [int((logits > x).sum()) for x in (a, b)]
         exact = self.args.dtype == "float32"
         return {
@@ -139,8 +140,8 @@ class Run:
             "tokens": [ours[at], base[at]],
             "logits": [round(a, 4), round(b, 4)],
             "rank": ranks,
-            "gap": round(abs(a - b), 5),
-            "near_tie": not exact and sorted(ranks) == [0, 1] and abs(a - b) <= self._noise["max"],
+            "gap": round(behind, 5),
+            "near_tie": not exact and behind <= self._noise["max"],
         }
 
     @cached_property

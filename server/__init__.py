@@ -1,0 +1,1 @@
+"""What VeriCache adds to vLLM's OpenAI server, as a vLLM endpoint plugin (``vllm.endpoint_plugins``)."""

@@ -1,8 +1,10 @@
 """The ``vericache`` command: serve, demo, methods, settings."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -60,6 +62,7 @@ def serve(arguments: Sequence[str]) -> int:
     config = from_flags(args)
     for name, value in engine_arguments(config, vars(args)).items():
         setattr(args, name, value)
+    allow_endpoints()
     command = ServeSubcommand()
     command.validate(args)
     if args.model_tag is not None:
@@ -69,22 +72,31 @@ def serve(arguments: Sequence[str]) -> int:
     return 0
 
 
+def allow_endpoints() -> None:
+    """vLLM loads endpoint plugins only when VLLM_PLUGINS names them, which then has to name every other plugin too."""
+    named = os.environ.get("VLLM_PLUGINS")
+    groups = [g for g in entry_points().groups if g.startswith("vllm.")]
+    others = named.split(",") if named is not None else [e.name for g in groups for e in entry_points(group=g)]
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, others), "vericache"]))
+
+
 def demo(arguments: Sequence[str]) -> int:
     from vericache.demo import prompts
-    from vericache.demo.run import DemoOptions
-    from vericache.demo.run import main as run
 
     parser = argparse.ArgumentParser(prog="vericache demo", description="Plain vLLM against VeriCache.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture of the schedule")
     parser.add_argument("--prompts", nargs="+", choices=prompts.PROMPTS, default=prompts.DEMO)
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per request")
-    parser.add_argument("--kv-blocks", type=int, default=DemoOptions.kv_blocks, help="device KV blocks for VeriCache")
+    parser.add_argument("--kv-blocks", type=int, default=120, help="device KV blocks for VeriCache")
     parser.add_argument("--model", type=Path, help="a model folder instead of the bundled model")
     add_flags(parser)
     args = parser.parse_args(list(arguments))
     given = _given(args)
-    load(given)  # a wrong setting is an error before anything runs
+    load(given)  # a wrong setting is an error before anything is imported or run
+    from vericache.demo.run import DemoOptions
+    from vericache.demo.run import main as run
+
     options = DemoOptions(args.prompts, args.tokens, args.kv_blocks, given, args.model)
     return run(options, args.json, args.png)
 
@@ -106,7 +118,7 @@ def settings(arguments: Sequence[str]) -> int:
     add_flags(parser)
     args = parser.parse_args(list(arguments))
     if arguments:
-        print(yaml.safe_dump(from_flags(args).model_dump(), sort_keys=False), end="")
+        print(yaml.safe_dump(from_flags(args).model_dump(mode="json"), sort_keys=False), end="")
         return 0
     table = Table("setting (--vericache-..., VERICACHE_...)", "default", "meaning")
     for name, info in VeriCacheConfig.model_fields.items():

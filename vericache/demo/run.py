@@ -29,11 +29,11 @@ ENGINE: dict[str, Any] = {
 class DemoOptions:
     """``kv_blocks``: device KV blocks VeriCache gets (the arena gets as much again)."""
 
-    names: Sequence[str] = prompts.DEMO
-    max_tokens: int = 128
-    kv_blocks: int = 120
-    settings: dict[str, Any] | None = None
-    model: Path | None = None
+    names: Sequence[str]
+    max_tokens: int
+    kv_blocks: int
+    settings: dict[str, Any]
+    model: Path | None
 
 
 def run(options: DemoOptions, console: Console) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def run(options: DemoOptions, console: Console) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loaded = prompts.load(options.names, tokenizer)
-    settings = {"min_prompt_tokens": 512, "trace_iterations": 100_000, **(options.settings or {})}
+    settings = {"min_prompt_tokens": 512, "trace_iterations": 100_000, **options.settings}
     console.print(f"[bold]plain vLLM[/bold]: {len(loaded)} prompts of {[len(p) for p in loaded.values()]} tokens")
     plain = run_in_process(Job(str(folder), loaded, options.max_tokens, {**ENGINE, "kv_cache_memory_bytes": 2 << 30}))
     console.print("[bold]VeriCache[/bold]: the same prompts, drafting on compressed KV")

@@ -102,13 +102,10 @@ def sampling(job: Job) -> Any:
 
 
 def _schedule(trace: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> dict[str, str]:
-    """One string per request, one letter per iteration. vLLM's internal ids extend the ones users see."""
-    rows: dict[str, str] = {}
-    for external, name in names.items():
-        key = next((k for step in trace for k in step if k.partition("-")[0] == external), None)
-        if key is not None:
-            rows[name] = "".join(step.get(key, " ") for step in trace)
-    return rows
+    """The timeline by prompt name. vLLM's internal ids extend the ones users see."""
+    from vericache.engine.observe import timeline
+
+    return {names[key.partition("-")[0]]: row for key, row in timeline(trace).items()}
 
 
 def main(source: str, target: str) -> None:

@@ -1,0 +1,72 @@
+"""``vericache serve`` in processes of its own, on a free port: what tests and benchmarks talk to."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vericache.demo.worker import ENVIRONMENT
+
+
+def command(*arguments: Any) -> list[str]:
+    return [sys.executable, "-m", "vericache.cli", "serve", *map(str, arguments)]
+
+
+class LiveServer:
+    """Starts at once; ``wait_until_healthy`` before use, ``close`` afterwards. ``log`` gets what the server prints."""
+
+    def __init__(self, folder: Path, flags: Sequence[Any], log: Path, key: str | None = None) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.url, self.log, self.key = f"http://127.0.0.1:{port}", log, key
+        access = [] if key is None else ["--api-key", key]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command(folder, *flags, *access, "--enforce-eager", "--port", port),
+                env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_healthy(self, seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if self.get("/health")[0] == 200:
+                    return
+            except OSError:
+                time.sleep(1)
+        raise RuntimeError(f"no healthy server (exit status {self.process.poll()}): {self.log.read_text()[-3000:]}")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def get(self, path: str, key: str | None = None, method: str = "GET") -> tuple[int, str]:
+        """Status and body, with the server's own key unless another is given ("" for none)."""
+        key = self.key if key is None else key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(self.url + path, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def series(self) -> dict[str, float]:
+        """All metrics: sums over labels, by series name."""
+        found: dict[str, float] = {}
+        for line in self.get("/metrics")[1].splitlines():
+            if match := re.match(r"([a-zA-Z_:]+)(?:\{.*\})? (\S+)$", line):
+                found[match[1]] = found.get(match[1], 0) + float(match[2])
+        return found

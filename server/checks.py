@@ -1,0 +1,72 @@
+"""Requests are refused at the door: a wrong or reserved option is a 400 that names its field, before any work."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vericache.config import VeriCacheConfig
+from vericache.errors import RequestError
+from vericache.request_options import RequestSettings
+
+
+class RequestChecks:
+    """``config`` says what clients may ask for."""
+
+    def __init__(self, app: ASGIApp, config: VeriCacheConfig) -> None:
+        self.app, self.config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        messages = [message async for message in _body(receive)]
+        try:
+            check(b"".join(m.get("body", b"") for m in messages), self.config)
+        except RequestError as error:
+            content = {"message": str(error), "type": "BadRequestError", "param": error.field, "code": 400}
+            await JSONResponse({"error": content}, 400)(scope, receive, send)
+            return
+        await self.app(scope, _replay(messages, receive), send)
+
+
+def check(body: bytes, config: VeriCacheConfig) -> None:
+    """Raises RequestError. Bodies that are no JSON object are vLLM's to refuse."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(request, dict):
+        return
+    if request.get("kv_transfer_params") is not None:
+        raise RequestError("kv_transfer_params", "this server moves KV itself and hands none over; leave it out")
+    for options in _options(request):
+        RequestSettings(config, options)
+
+
+def _options(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Wherever a body can carry extra arguments of the sampler."""
+    parameters = request.get("sampling_params")
+    places = [request.get("vllm_xargs"), parameters.get("extra_args") if isinstance(parameters, dict) else None]
+    yield from (place for place in places if isinstance(place, dict))
+
+
+async def _body(receive: Receive) -> Any:
+    while True:
+        message = await receive()
+        yield message
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """The messages read already, then the rest (a disconnect)."""
+    pending = iter(messages)
+
+    async def replay() -> Message:
+        found = next(pending, None)
+        return await receive() if found is None else found
+
+    return replay

@@ -1,0 +1,48 @@
+"""The endpoint plugin: routes and middleware on vLLM's own app. ``vericache serve`` allows it by name."""
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from vllm import envs
+
+from server.access import KeyOnEveryRoute
+from server.audit import Auditor
+from server.checks import RequestChecks
+from server.status import router
+from server.usage import UsageDetails, count_outputs
+from vericache.config import KEY, VeriCacheConfig
+
+
+class VeriCacheEndpoints:
+    """Implements ``vllm.plugins.endpoint_plugins.interface.EndpointPlugin``."""
+
+    name = "vericache"
+    required_tasks: tuple[Any, ...] = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """The middleware added last is the outermost: no key, no look at the body."""
+        app.include_router(router)
+        app.add_middleware(UsageDetails)
+        app.add_middleware(RequestChecks, config=config_of(app.state.args))
+        if tokens := [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]:
+            app.add_middleware(KeyOnEveryRoute, tokens=tokens)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        if engine_client is not None:
+            count_outputs(engine_client)
+            config = config_of(args)
+            if config.audit_share > 0:
+                model = engine_client.model_config
+                dtype = str(model.dtype).removeprefix("torch.")
+                Auditor(engine_client, config, served_name(model.served_model_name), dtype).watch()
+
+
+def served_name(names: str | list[str]) -> str:
+    """As in vLLM's own metrics: the first of the names."""
+    return names if isinstance(names, str) else names[0]
+
+
+def config_of(args: Namespace) -> VeriCacheConfig:
+    return VeriCacheConfig(**(args.additional_config or {}).get(KEY, {}))

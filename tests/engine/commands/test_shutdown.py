@@ -1,0 +1,45 @@
+"""SIGTERM. The last tests of this group: the server is gone afterwards."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from openai import OpenAI
+
+from benchmarks.server import LiveServer
+
+
+def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenAI, texts: dict[str, list[int]]) -> None:
+    """A stream under way is finished within --shutdown-timeout; no process of the server outlives it."""
+
+    def stream() -> tuple[str, int]:
+        chunks = client.completions.create(
+            model="demo",
+            prompt=texts["summarise"],
+            max_tokens=120,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        reason, count = "", 0
+        for chunk in chunks:
+            reason = chunk.choices[0].finish_reason or reason if chunk.choices else reason
+            count = chunk.usage.completion_tokens if chunk.usage else count
+        return reason, count
+
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(stream)
+        time.sleep(1.5)
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert answer.result(timeout=60) == ("length", 120)
+    server.process.wait(timeout=60)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(server.process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    raise AssertionError("a process of the server outlived it")

@@ -1,0 +1,75 @@
+"""The key and the request checks, in front of an app that answers everything."""
+
+import base64
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from server.access import KeyOnEveryRoute
+from server.checks import RequestChecks
+from vericache.config import VeriCacheConfig
+
+BAD = {"vllm_xargs": {"vericache_mode": "sometimes"}}
+
+
+@pytest.fixture
+def client() -> TestClient:
+    app = FastAPI()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def echo(path: str, request: Request) -> Any:
+        return {"body": (await request.body()).decode()}
+
+    app.add_middleware(RequestChecks, config=VeriCacheConfig())
+    app.add_middleware(KeyOnEveryRoute, tokens=["one", "two"])
+    return TestClient(app)
+
+
+def test_open_routes_need_no_key(client: TestClient) -> None:
+    for path in ("/health", "/live", "/metrics", "/metrics/"):
+        assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1/models", "/vericache/", "/healthy", "/health/x", "/tokenize", "//health/.."]
+)
+def test_every_other_route_needs_one(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 401
+    for value in ("Bearer three", "Bearer", "one", "Basic !", "Basic " + base64.b64encode(b"\xff:\xff").decode()):
+        answer = client.get(path, headers={"Authorization": value})
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == 401
+    password = base64.b64encode(b"anyone:two").decode()
+    for value in ("Bearer one", "bearer two", f"Basic {password}"):
+        assert client.get(path, headers={"Authorization": value}).status_code == 200
+
+
+def test_the_key_comes_before_the_body(client: TestClient) -> None:
+    assert client.post("/v1/completions", json=BAD).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (BAD, "vericache_mode"),
+        ({"sampling_params": {"extra_args": {"vericache_ratio": 0.5}}}, "vericache_ratio"),
+        ({"kv_transfer_params": {"x": 1}}, "kv_transfer_params"),
+    ],
+)
+def test_a_bad_option_is_refused_wherever_it_stands(client: TestClient, body: Any, param: str) -> None:
+    answer = client.post("/anything", json=body, headers={"Authorization": "Bearer one"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"], error["type"]) == (param, 400, "BadRequestError")
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", ['{"vllm_xargs": {"vericache_mode": "off", "mine": 1}}', "[1]", "{", "", '{"vllm_xargs": 3}']
+)
+def test_other_bodies_arrive_as_they_were(client: TestClient, body: str) -> None:
+    answer = client.post("/v1/completions", content=body, headers={"Authorization": "Bearer one"})
+    assert answer.status_code == 200
+    assert answer.json() == {"body": body}

@@ -1,0 +1,52 @@
+"""The metrics' own arithmetic, and that the docs name what there is."""
+
+import re
+from pathlib import Path
+
+from server.audit import CHECKS, MISMATCHES, SKIPPED
+from vericache.engine.metrics import METRICS, Stats, Telemetry
+
+AUDIT = (CHECKS, MISMATCHES, SKIPPED)
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def step(drafted: int, accepted: int, gauge: float) -> Stats:
+    telemetry = Telemetry()
+    telemetry.verified(drafted, accepted)
+    telemetry.count("vericache_link_bytes", 100, "to_device")
+    return telemetry.take({"vericache_arena_bytes": {"": gauge}})
+
+
+def test_what_was_taken_is_not_taken_again() -> None:
+    telemetry = Telemetry()
+    telemetry.verified(4, 4)
+    assert telemetry.take({}).data["counts"]["vericache_rejected_rounds"] == {"": 0}
+    assert telemetry.take({}).data == {"counts": {}, "samples": {}, "gauges": {}, "status": None}
+
+
+def test_steps_add_up() -> None:
+    total = Stats().aggregate(step(5, 5, 1)).aggregate(step(5, 2, 7))
+    assert total.data["counts"]["vericache_rounds"] == {"": 2}
+    assert total.data["counts"]["vericache_rejected_rounds"] == {"": 1}
+    assert total.data["counts"]["vericache_link_bytes"] == {"to_device": 200}
+    assert total.data["samples"]["vericache_accepted_tokens_per_verify"] == [5, 2]
+    assert total.data["gauges"] == {"vericache_arena_bytes": {"": 7}}
+    assert total.reduce() == {"rounds": 2, "acceptance length": 4.5, "link MB": 0.0}
+    assert Stats().is_empty()
+    assert Telemetry().take({}).reduce() == {"rounds": 0}
+
+
+def test_the_docs_name_every_metric_and_no_other() -> None:
+    rows = re.findall(r"^\| `(vericache_\w+)` \| (\w+) \| (?:`(\w+)`)? *\| (.+) \|$", DOCS.read_text(), re.MULTILINE)
+    assert {name: (kind, label or None, text) for name, kind, label, text in rows} == {
+        **{name: (m.kind, m.label, m.help) for name, m in METRICS.items()},
+        **{c._name: ("counter", next(iter(c._labelnames[1:]), None), c._documentation) for c in AUDIT},
+    }
+
+
+def test_names_follow_prometheus_conventions() -> None:
+    for name, metric in METRICS.items():
+        assert re.fullmatch(r"vericache_[a-z_]+", name)
+        assert not name.endswith(("_total", "_count", "_sum", "_bucket"))
+        assert (metric.kind == "histogram") == bool(metric.buckets)
+        assert metric.help.endswith(".")
