@@ -32,7 +32,8 @@ class LiveServer:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command(folder, *flags, *access, "--enforce-eager", "--port", port),
-                env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+                # One compute thread unless asked: the API process and the engine's loop want the other core.
+                env={"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
