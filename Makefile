@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 TORCH := torch==2.13.0+cpu
 LOCK := requirements/cpu.lock
+# Weights in huge pages: decoding on a CPU reads all of them for every token (glibc 2.35+; ignored elsewhere).
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .PHONY: help install demo test check lock clean
 

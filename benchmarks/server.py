@@ -1,5 +1,6 @@
 """``vericache serve`` in processes of its own, on a free port: what tests and benchmarks talk to."""
 
+import json
 import os
 import re
 import signal
@@ -55,9 +56,16 @@ class LiveServer:
 
     def get(self, path: str, key: str | None = None, method: str = "GET") -> tuple[int, str]:
         """Status and body, with the server's own key unless another is given ("" for none)."""
-        key = self.key if key is None else key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        request = urllib.request.Request(self.url + path, headers=headers, method=method)
+        return self._ask(urllib.request.Request(self.url + path, method=method), key)
+
+    def post(self, path: str, body: Any) -> tuple[int, str]:
+        """Status and body of the answer to ``body`` as JSON, with the server's own key."""
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        return self._ask(urllib.request.Request(self.url + path, data, headers))
+
+    def _ask(self, request: urllib.request.Request, key: str | None = None) -> tuple[int, str]:
+        if key := self.key if key is None else key:
+            request.add_header("Authorization", f"Bearer {key}")
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read().decode()

@@ -24,6 +24,7 @@ from vericache.config import VeriCacheConfig
 logger = logging.getLogger("vllm.vericache.audit")  # under vLLM's handler
 WAITING = 16  # finished requests kept for a replay; further ones are skipped
 PATIENCE = 10.0  # seconds to wait for an idle server
+LOWEST = 1_000_000  # for --scheduling-policy priority: after everybody else
 # A first divergence within this difference of log probabilities is a near tie: what the dtype's rounding moves.
 TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
@@ -150,7 +151,8 @@ class Auditor:
         params.logprobs = max(params.logprobs or 0, 5)
         params.extra_args = {**(params.extra_args or {}), "vericache_mode": "off"}
         prompt = {"prompt_token_ids": case.prompt}
-        outputs = [o async for o in self._generate(prompt, params, f"audit-{case.request_id}", **case.reasoning)]
+        stream = self._generate(prompt, params, f"audit-{case.request_id}", priority=LOWEST, **case.reasoning)
+        outputs = [o async for o in stream]
         (sequence,) = outputs[-1].outputs
         return compare(case.tokens, list(sequence.token_ids), sequence.logprobs, self._tie)
 

@@ -1,6 +1,7 @@
 """Requests are refused at the door: a wrong or reserved option is a 400 that names its field, before any work."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vericache.config import VeriCacheConfig
 from vericache.errors import RequestError
 from vericache.request_options import RequestSettings
+
+SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or in bytes; in pairs they are fine
 
 
 class RequestChecks:
@@ -40,10 +43,38 @@ def check(body: bytes, config: VeriCacheConfig) -> None:
         return
     if not isinstance(request, dict):
         return
-    if request.get("kv_transfer_params") is not None:
-        raise RequestError("kv_transfer_params", "this server moves KV itself and hands none over; leave it out")
+    if SURROGATES.search(body):
+        _check_unicode(request)
+    _check_fields(request)
     for options in _options(request):
         RequestSettings(config, options)
+
+
+def _check_fields(request: Mapping[str, Any]) -> None:
+    """Fields that vLLM would stumble over or silently drop."""
+    for field in request:
+        if field.startswith("vericache_"):
+            raise RequestError(field, "belongs into vllm_xargs")
+    grammar, best_of = request.get("structured_outputs"), request.get("best_of")
+    if grammar is not None and not isinstance(grammar, dict):  # vLLM's validators look into it first: a 500
+        raise RequestError("structured_outputs", f"expected an object, got {json.dumps(grammar)[:100]}")
+    if best_of is not None and best_of != request.get("n", 1):
+        raise RequestError(
+            "best_of", f"got {json.dumps(best_of)[:100]}, but vLLM ranks no sequences; use n and leave it out"
+        )
+    if request.get("kv_transfer_params") is not None:
+        raise RequestError("kv_transfer_params", "this server moves KV itself and hands none over; leave it out")
+
+
+def _check_unicode(request: Mapping[str, Any]) -> None:
+    """Text that has no UTF-8 form cannot travel to the engine; JSON's escapes allow it."""
+    for field, value in request.items():
+        try:
+            json.dumps({field: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            name = field.encode(errors="backslashreplace").decode()
+            found = error.object[error.start : error.end].encode(errors="backslashreplace").decode()
+            raise RequestError(name, f"holds {found}, half of a surrogate pair; expected Unicode text") from None
 
 
 def _options(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

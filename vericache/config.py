@@ -90,6 +90,11 @@ class VeriCacheConfig(BaseModel):
             )
         return self
 
+    @classmethod
+    def of(cls, additional_config: Mapping[str, Any] | None) -> "VeriCacheConfig":
+        """The settings that travel in vLLM's ``additional_config``; the defaults when there are none."""
+        return cls(**(additional_config or {}).get(KEY, {}))
+
     @property
     def method(self) -> MethodSpec:
         return MethodSpec(

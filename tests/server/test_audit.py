@@ -59,6 +59,7 @@ class Engine:
         if replay:
             self.replays.append(sampling_params)
             assert prompt == {"prompt_token_ids": PROMPT}
+            assert kwargs["priority"] == audit.LOWEST
         pieces = [ids[:1], ids[1:]] if sampling_params.output_kind is RequestOutputKind.DELTA else [ids]
         for i, piece in enumerate(pieces):
             last = i == len(pieces) - 1

@@ -1,6 +1,7 @@
 """The key and the request checks, in front of an app that answers everything."""
 
 import base64
+import json
 from typing import Any
 
 import pytest
@@ -56,10 +57,16 @@ def test_the_key_comes_before_the_body(client: TestClient) -> None:
         (BAD, "vericache_mode"),
         ({"sampling_params": {"extra_args": {"vericache_ratio": 0.5}}}, "vericache_ratio"),
         ({"kv_transfer_params": {"x": 1}}, "kv_transfer_params"),
+        ({"vericache_mode": "off"}, "vericache_mode"),
+        ({"best_of": 2}, "best_of"),
+        ({"structured_outputs": [1e300]}, "structured_outputs"),
+        ({"model": "m", "stop": ["\ud83d"]}, "stop"),
+        ({"tools": [{"function": {"name": "\udc08"}}]}, "tools"),
+        ({"\ud800": 1}, "\\ud800"),
     ],
 )
 def test_a_bad_option_is_refused_wherever_it_stands(client: TestClient, body: Any, param: str) -> None:
-    answer = client.post("/anything", json=body, headers={"Authorization": "Bearer one"})
+    answer = client.post("/anything", content=json.dumps(body), headers={"Authorization": "Bearer one"})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["code"], error["type"]) == (param, 400, "BadRequestError")
@@ -67,7 +74,17 @@ def test_a_bad_option_is_refused_wherever_it_stands(client: TestClient, body: An
 
 
 @pytest.mark.parametrize(
-    "body", ['{"vllm_xargs": {"vericache_mode": "off", "mine": 1}}', "[1]", "{", "", '{"vllm_xargs": 3}']
+    "body",
+    [
+        '{"vllm_xargs": {"vericache_mode": "off", "mine": 1}}',
+        "[1]",
+        "{",
+        "",
+        '{"vllm_xargs": 3}',
+        '{"stop": "\\ud83d\\udc08"}',
+        '{"stop": "🐈"}',
+        '{"structured_outputs": null, "n": 2, "best_of": 2}',
+    ],
 )
 def test_other_bodies_arrive_as_they_were(client: TestClient, body: str) -> None:
     answer = client.post("/v1/completions", content=body, headers={"Authorization": "Bearer one"})

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# One process, threads not pinned: a pinned pool spins when other processes share the cores.
+# One process, threads not pinned: a pinned pool spins when other processes share the cores. Memory in huge pages:
+# decoding on a CPU reads all weights for every token (takes effect in new processes, glibc 2.35+).
 ENVIRONMENT = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "KMP_BLOCKTIME": "0",

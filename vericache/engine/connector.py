@@ -39,7 +39,7 @@ class VeriCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: KVWorker | None = None  # set by the VeriCache worker once KV caches exist (None in mode off)
         self._staged = StepMetadata()
         self._summaries: dict[str, dict[str, Any]] = {}
-        self.telemetry: Callable[[], Stats] | None = None  # set by the scheduler
+        self.telemetry: Callable[[], Stats | None] | None = None  # set by the scheduler
 
     @property
     def requires_kv_delivery(self) -> bool:

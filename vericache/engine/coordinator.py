@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from compressors import METHODS, MethodError, MethodSpec
-from scheduler.admission import Demand, Limits, LockStep, Staggered, reload_span
+from scheduler.admission import Limits, LockStep, Staggered
 from scheduler.lifecycle import State
 from scheduler.planner import Planner
 from scheduler.throughput import Throughput
@@ -21,6 +21,7 @@ from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.detached import Detached
 from vericache.engine.eligibility import POOLS_FULL, Reason, end_tokens, resident_reason
 from vericache.engine.grammar import Grammars
+from vericache.engine.needs import RoundNeeds
 from vericache.engine.observe import EngineStats
 from vericache.engine.ops import Compress, DraftRow, Load, Offload, ProbeRow, StepReport, VerifyRow, WriteBack
 from vericache.engine.plan import Bounds, Draft, Probing, StepPlan, Verify
@@ -60,6 +61,9 @@ class Coordinator:
         self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
         policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
+        self._needs = RoundNeeds(
+            self.records, self.planner, self.plan, self.blocks, self.bounds, self.throughput, self._wished_length
+        )
 
     # -- leaving the device ----------------------------------------------------------------------------
 
@@ -104,6 +108,9 @@ class Coordinator:
             self._asked[request.request_id] = found
         return found
 
+    def _wished_length(self, record: Detached) -> int:
+        return self.asked(record.request).config.draft_length
+
     def _fitted(self, request: Request) -> MethodSpec:
         """The request's method with scoring rows that fit in a step and behind the context."""
         config = self.asked(request).config
@@ -129,7 +136,7 @@ class Coordinator:
                 out.recompute.append(record)
                 self.abandon(record, "host_store_full")
         limits = Limits(self.throughput.iteration_ns, self._transient_pages(running, head_blocks))
-        tick = self.planner.tick(self, limits)
+        tick = self.planner.tick(self._needs, limits)
         for request_id in tick.loads:
             record = self.records[request_id]
             blocks = ids(record.blocks)[: self.plan.blocks_for(record.context)]
@@ -226,41 +233,6 @@ class Coordinator:
             target = self.plan.blocks_for(min(tokens, self.bounds.max_model_len))
             growth += max(0, target - self.plan.blocks_for(request.num_computed_tokens))
         return self.blocks.free + held - growth - head_blocks
-
-    # -- what the planner asks (scheduler.planner.Host) --------------------------------------------------
-
-    def draft_length(self, request_id: str) -> int:
-        return self.asked(self.records[request_id].request).config.draft_length
-
-    def draft_limit(self, request_id: str) -> int:
-        record = self.records[request_id]
-        request = record.request
-        return max(
-            0,
-            min(
-                request.max_tokens - request.num_output_tokens - 1,
-                self.bounds.max_model_len - request.num_tokens - 1,
-                record.tail_capacity - (record.context - record.base) - 1,
-                len(record.host_pages) * self.plan.block_tokens - request.num_tokens,
-                self.settings.window - 1,
-            ),
-        )
-
-    def demand(self, request_id: str, anchor: int) -> Demand:
-        request = self.records[request_id].request
-        hold = self.bounds.depth - 1
-        num_bytes = self.plan.blocks_for(request.num_computed_tokens) * self.plan.block_bytes
-        bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
-        span, link_ns = reload_span(num_bytes, bandwidth, iteration, self.settings.window - hold)
-        pages = self.plan.blocks_for(request.num_tokens + self.draft_limit(request_id))
-        return Demand(anchor, span, link_ns, pages, hold)
-
-    def take_pages(self, request_id: str) -> bool:
-        record, round_ = self.records[request_id], self.planner.tracks[request_id].round
-        assert round_ is not None
-        blocks = self.blocks.take(self.plan.blocks_for(record.request.num_tokens + round_.limit))
-        record.blocks = blocks or []
-        return blocks is not None
 
     # -- digesting one step ------------------------------------------------------------------------------
 

@@ -77,9 +77,12 @@ class Telemetry:
     def take(self, gauges: dict[str, dict[str, float]], status: dict[str, Any] | None = None) -> "Stats":
         counts = {name: dict(values) for name, values in self._counts.items()}
         stats = Stats({"counts": counts, "samples": dict(self._samples), "gauges": gauges, "status": status})
+        self.clear()
+        return stats
+
+    def clear(self) -> None:
         self._counts.clear()
         self._samples = defaultdict(list)
-        return stats
 
 
 class Stats(KVConnectorStats):

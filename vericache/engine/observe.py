@@ -42,6 +42,7 @@ class EngineStats:
     trace: deque[dict[str, str]] = field(default_factory=deque)  # request -> letter of LEGEND, per iteration
     telemetry: Telemetry = field(default_factory=Telemetry)
     snapshot_at: float = 0.0  # monotonic seconds
+    snapshot_at_rest: bool = False  # it showed no request
 
     def digest(self, report: StepReport) -> None:
         self.arena_bytes = report.arena_bytes
@@ -80,12 +81,20 @@ class EngineStats:
             self.trace.popleft()
 
 
-def step_stats(coordinator: "Coordinator") -> Stats:
-    """What is new for the metrics and, now and then, for the status page."""
-    stats, now, status = coordinator.stats, monotonic(), None
-    if now - stats.snapshot_at >= SNAPSHOT_SECONDS or not coordinator.records:
-        stats.snapshot_at, status = now, snapshot(coordinator)
-    return stats.telemetry.take(gauges(coordinator), status)
+def step_stats(coordinator: "Coordinator", wanted: bool) -> Stats | None:
+    """What is new for the metrics and, now and then, for the status page. Not ``wanted`` (vLLM's log_stats is off):
+    None, and what was counted is dropped."""
+    stats, now = coordinator.stats, monotonic()
+    if not wanted:
+        stats.telemetry.clear()
+        return None
+    state, status = gauges(coordinator), None
+    at_rest = not coordinator.records
+    # The page must not go on showing the last request as running when no further step follows.
+    if now - stats.snapshot_at >= SNAPSHOT_SECONDS or (at_rest and not stats.snapshot_at_rest):
+        stats.snapshot_at, stats.snapshot_at_rest = now, at_rest
+        status = {**snapshot(coordinator), "gauges": state}
+    return stats.telemetry.take(state, status)
 
 
 def gauges(coordinator: "Coordinator") -> dict[str, dict[str, float]]:
@@ -109,7 +118,8 @@ def gauges(coordinator: "Coordinator") -> dict[str, dict[str, float]]:
 
 
 def snapshot(coordinator: "Coordinator") -> dict[str, Any]:
-    """The status page's data (JSON types only): rings by iteration, requests, stores, the schedule of late."""
+    """The status page's data without the gauges (JSON types only): rings by iteration, requests, the schedule of
+    late."""
     planner, throughput = coordinator.planner, coordinator.throughput
     requests = []
     for request_id, track in planner.tracks.items():
@@ -130,7 +140,6 @@ def snapshot(coordinator: "Coordinator") -> dict[str, Any]:
         "settings": coordinator.settings.model_dump(mode="json"),
         "link_ring": [round(ns / throughput.iteration_ns, 4) for ns in planner.rings.link.cells],
         "page_ring": list(planner.rings.pages.cells),
-        "gauges": gauges(coordinator),
         "moved_bytes": dict(coordinator.stats.moved),
         "failures": dict(coordinator.stats.failures),
         "requests": requests,

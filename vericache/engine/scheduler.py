@@ -64,7 +64,7 @@ class VeriCacheScheduler(AsyncScheduler):
         self.grammars = Grammars(self.structured_output_manager, rows_at_once)
         blocks = DeviceBlocks(self.kv_cache_manager)
         self.coordinator = Coordinator(settings, plan, blocks, bounds, texts, self.grammars)
-        self.connector.telemetry = partial(step_stats, self.coordinator)
+        self.connector.telemetry = partial(step_stats, self.coordinator, self.log_stats)
         self._plan = StepPlan()
         self._in_flight: deque[StepPlan] = deque()
         self._busy = False

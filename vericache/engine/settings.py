@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from vericache.config import KEY, VeriCacheConfig
+from vericache.config import VeriCacheConfig
 from vericache.errors import ConfigError, UnsupportedError
 
 
 def settings_of(vllm_config: VllmConfig) -> VeriCacheConfig:
-    """The VeriCache configuration that travels in vLLM's ``additional_config``."""
-    return VeriCacheConfig(**vllm_config.additional_config[KEY])
+    """The VeriCache configuration of an engine."""
+    return VeriCacheConfig.of(vllm_config.additional_config)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
+from transformers import AutoTokenizer
 
 from benchmarks.server import LiveServer
 from tests.engine.harness import ENGINE
@@ -17,7 +18,7 @@ FLAGS = {
     "--kv-cache-memory-bytes": ENGINE["kv_cache_memory_bytes"],
     "--served-model-name": "demo",
     "--shutdown-timeout": 30,
-    "--tool-call-parser": "hermes",
+    "--tool-call-parser": "xlam",  # one that loses arguments in deltas of many tokens
     "--vericache-min-prompt-tokens": 150,
     "--vericache-compressor": "snapkv",
     "--vericache-draft-length": 8,
@@ -43,3 +44,9 @@ def server(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="session")
 def client(server: LiveServer) -> OpenAI:
     return OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=180)
+
+
+@pytest.fixture(scope="session")
+def prose(small_folder: Path, texts: dict[str, list[int]]) -> str:
+    """A prompt long enough to draft, as text for chats."""
+    return AutoTokenizer.from_pretrained(small_folder).decode(texts["summarise"])

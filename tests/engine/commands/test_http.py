@@ -10,12 +10,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from benchmarks.server import LiveServer
-
-# A nearly perfect drafter: whole blocks are accepted, and whatever ends a request ends it inside one.
-PERFECT = {"vericache_compressor": "streaming_llm", "vericache_counts": "uniform", "vericache_ratio": 1.0}
-OFF = {"vericache_mode": "off"}
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"enum": ["a", "b"]}}, "required": ["n", "s"]}
-TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+from tests.engine.commands.asking import OFF, PERFECT, SCHEMA, TOOL, chat, comparable, completion
 
 COMPLETIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -28,7 +23,15 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "top_k and min_p": {"temperature": 1.0, "seed": 4, "top_k": 30, "min_p": 0.02},
     "n": {"temperature": 0.9, "seed": 5, "n": 3, "max_tokens": 16},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 1.5},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "logit_bias": {"logit_bias": {"28": 4.0, "29": -100}},
+    "bad_words": {"bad_words": [" the", "("]},
+    "allowed_token_ids": {"allowed_token_ids": list(range(17, 2000))},
     "min_tokens": {"min_tokens": 12, "stop": ["e"]},
+    "stop id": {"stop_token_ids": list(range(260, 330)), "min_tokens": 5},
+    "ignore_eos": {"ignore_eos": True, "max_tokens": 70},
     "regex": {"structured_outputs": {"regex": r"(\d{2}-){4}\d{2}"}},
     "choice": {"structured_outputs": {"choice": ["the one of them", "the other one"]}},
     "json": {"structured_outputs": {"json": SCHEMA}},
@@ -41,45 +44,6 @@ CHATS: dict[str, dict[str, Any]] = {
     "required tool": {"tools": [TOOL], "tool_choice": "required"},
     "auto tool": {"tools": [TOOL], "tool_choice": "auto", "max_tokens": 16},
 }
-STANDARD = {
-    "max_tokens", "logprobs", "echo", "temperature", "seed", "top_p", "n", "presence_penalty", "frequency_penalty",
-    "stop", "top_logprobs", "response_format", "tools", "tool_choice", "stream", "stream_options", "logit_bias",
-}  # fmt: skip
-
-
-def ask(create: Any, asked: dict[str, Any], options: dict[str, Any], **where: Any) -> Any:
-    body = {"max_tokens": 40, "temperature": 0, **asked}
-    standard = {k: v for k, v in body.items() if k in STANDARD}
-    extra = {k: v for k, v in body.items() if k not in STANDARD} | {"vllm_xargs": options}
-    return create(model="demo", **standard, extra_body=extra, **where)
-
-
-def completion(client: OpenAI, prompt: list[int], asked: dict[str, Any], options: dict[str, Any]) -> Any:
-    asked = asked if asked.get("stream") else {"return_token_ids": True, **asked}
-    return ask(client.completions.create, asked, options, prompt=prompt)
-
-
-def chat(client: OpenAI, text: str, asked: dict[str, Any], options: dict[str, Any]) -> Any:
-    return ask(client.chat.completions.create, asked, options, messages=[{"role": "user", "content": text}])
-
-
-def comparable(answer: Any) -> Any:
-    """Without what differs between two calls: ids, times, and the acceptance itself."""
-    whole = answer.model_dump(exclude={"id", "created", "kv_transfer_params", "metrics"})
-    whole["usage"].pop("completion_tokens_details")
-    whole["usage"].pop("prompt_tokens_details", None)
-    for choice in whole["choices"]:
-        for call in (choice.get("message") or {}).get("tool_calls") or ():
-            call.pop("id")
-    return round_floats(whole)
-
-
-def round_floats(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, 3)
-    if isinstance(value, dict):
-        return {k: round_floats(v) for k, v in value.items()}
-    return [round_floats(v) for v in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
@@ -103,15 +67,6 @@ def test_chat_is_the_same_without_drafting(client: OpenAI, texts: dict[str, list
     assert drafted.usage.completion_tokens_details.vericache_mode == "draft"
 
 
-@pytest.fixture(scope="module")
-def prose(client: OpenAI, server: LiveServer, texts: dict[str, list[int]]) -> str:
-    from transformers import AutoTokenizer
-
-    from vericache.demo import model
-
-    return AutoTokenizer.from_pretrained(model.prepare()).decode(texts["summarise"])
-
-
 @pytest.mark.parametrize("name", ["greedy", "max_tokens", "logprobs", "seed", "n", "json", "min_tokens"])
 def test_stream_adds_up_to_the_plain_answer(client: OpenAI, texts: dict[str, list[int]], name: str) -> None:
     """Text, finish reasons and usage, whatever the size of the accepted blocks (public faults 1 to 3)."""
@@ -132,6 +87,24 @@ def test_stream_adds_up_to_the_plain_answer(client: OpenAI, texts: dict[str, lis
     assert usage.completion_tokens == plain.usage.completion_tokens
     assert usage.completion_tokens_details.accepted_prediction_tokens > 0
     assert usage.completion_tokens_details.vericache_mode == "draft"
+
+
+def test_streamed_tool_calls_are_whole(client: OpenAI, prose: str) -> None:
+    """Public fault 13, with a parser of vLLM that breaks on blocks; the grammar makes the small model call the tool."""
+    call = r'\[\{"name": "look_up", "arguments": \{"s": "[a-z ]{60}"\}\}\]'
+    asked = {**CHATS["auto tool"], "max_tokens": 120, "structured_outputs": {"regex": call}}
+    (whole,) = chat(client, prose, asked, OFF).choices[0].message.tool_calls
+    streams, usages = [], []
+    for options in (PERFECT, OFF):
+        chunks = list(
+            chat(client, prose, {**asked, "stream": True, "stream_options": {"include_usage": True}}, options)
+        )
+        usages.append(chunks[-1].usage)
+        parts = [part for c in chunks for choice in c.choices for part in choice.delta.tool_calls or ()]
+        streams.append([(part.function.name, part.function.arguments) for part in parts])
+    assert streams[0] == streams[1]
+    assert "".join(arguments or "" for _, arguments in streams[0]) == whole.function.arguments
+    assert usages[0].completion_tokens_details.accepted_prediction_tokens > usages[0].completion_tokens / 2
 
 
 def test_stop_strings_anywhere_in_a_block(client: OpenAI, texts: dict[str, list[int]]) -> None:

@@ -1,0 +1,119 @@
+"""Tools that measure a server run unchanged against it: vLLM's own serving benchmark, and Prometheus."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from benchmarks.server import LiveServer
+from tests.engine.commands.asking import PERFECT, completion
+from vericache.demo.worker import ENVIRONMENT
+
+# The `vllm` command does not start from the CPU wheel; this is its `bench serve`.
+BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+REQUESTS, INPUT, OUTPUT = 6, 200, 12
+
+
+def run(*arguments: object, key: str | None = None) -> None:
+    environment = {**os.environ, **ENVIRONMENT, **({"OPENAI_API_KEY": key} if key else {})}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def text_slices(folder: Path, tmp_path: Path) -> list[object]:
+    """vLLM's own way to cut prompts out of a text."""
+    text = files("vericache.demo").joinpath("prompts", "loomings.txt")
+    run(
+        "-m", "vllm.benchmarks.datasets.create_txt_slices_dataset",
+        "--input", text, "--output", tmp_path / "slices.jsonl", "--tokenizer", folder,
+        "--num-prompts", REQUESTS, "--input-len", INPUT, "--output-len", OUTPUT,
+    )  # fmt: skip
+    slices = ["--dataset-name", "custom", "--dataset-path", tmp_path / "slices.jsonl"]
+    return [*slices, "--custom-output-len", -1, "--skip-chat-template"]  # -1: the lengths in the file
+
+
+def random_tokens(folder: Path, tmp_path: Path) -> list[object]:
+    return ["--dataset-name", "random", "--random-input-len", INPUT, "--random-output-len", OUTPUT]
+
+
+@pytest.mark.parametrize("data", [random_tokens, text_slices])
+def test_vllms_benchmark_counts_what_the_server_counts(
+    server: LiveServer, small_folder: Path, tmp_path: Path, data: Any
+) -> None:
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vericache_rounds_total")
+    before = server.series()
+    source: Sequence[object] = data(small_folder, tmp_path)
+    run(
+        "-c", BENCH_SERVE, "--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions",
+        "--model", "demo", "--tokenizer", small_folder, *source, "--num-prompts", REQUESTS, "--max-concurrency", 3,
+        "--ignore-eos", "--save-result", "--result-dir", tmp_path, "--result-filename", "result.json",
+        "--disable-tqdm", "--ready-check-timeout-sec", 0, key=server.key,
+    )  # fmt: skip
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (REQUESTS, 0)
+    assert result["total_output_tokens"] == REQUESTS * OUTPUT
+    after = server.series()
+    prompt_tokens, output_tokens, rounds = (after[name] - before.get(name, 0) for name in names)
+    assert prompt_tokens == result["total_input_tokens"]
+    assert output_tokens == result["total_output_tokens"]
+    assert rounds > 0
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus")
+def test_prometheus_scrapes_it(server: LiveServer, client: OpenAI, texts: dict[str, list[int]], tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    jobs = [{"job_name": "vericache", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}]
+    config = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+    with (tmp_path / "log").open("wb") as log:
+        prometheus = subprocess.Popen(
+            ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+             f"--web.listen-address=127.0.0.1:{port}"],
+            stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def query(expression: str) -> list[float]:
+        """Values of the expression's series; none while Prometheus starts."""
+        asked = urllib.parse.urlencode({"query": expression})
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{asked}", timeout=10) as answer:
+                return [float(series["value"][1]) for series in json.load(answer)["data"]["result"]]
+        except OSError:
+            return []
+
+    try:
+        completion(client, texts["summarise"], {}, PERFECT)
+        rounds, deadline = server.series()["vericache_rounds_total"], time.monotonic() + 60
+        while query("sum(vericache_rounds_total)") != [rounds] and time.monotonic() < deadline:
+            time.sleep(1)
+        assert query("sum(vericache_rounds_total)") == [rounds], (tmp_path / "log").read_text()[-2000:]
+        assert query('up{job="vericache"}') == [1]
+        (acceptance,) = query(
+            "1 + sum(vericache_accepted_tokens_per_verify_sum) / sum(vericache_accepted_tokens_per_verify_count)"
+        )
+        assert acceptance > 1
+    finally:
+        prometheus.kill()
+        prometheus.wait()

@@ -1,0 +1,58 @@
+"""What the planner asks about one request (``scheduler.planner.Host``): how far a round may draft, what it costs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from scheduler.admission import Demand, reload_span
+from scheduler.planner import Planner
+from scheduler.throughput import Throughput
+from vericache.engine.blocks import DeviceBlocks
+from vericache.engine.detached import Detached
+from vericache.engine.plan import Bounds
+from vericache.engine.settings import MemoryPlan
+
+
+@dataclass(frozen=True)
+class RoundNeeds:
+    """Reads the coordinator's records; takes a round's transient blocks when the planner asks for them."""
+
+    records: Mapping[str, Detached]
+    planner: Planner
+    plan: MemoryPlan
+    blocks: DeviceBlocks
+    bounds: Bounds
+    throughput: Throughput
+    wished: Callable[[Detached], int]  # drafts a round of the request aims at (x)
+
+    def draft_length(self, request_id: str) -> int:
+        return self.wished(self.records[request_id])
+
+    def draft_limit(self, request_id: str) -> int:
+        record = self.records[request_id]
+        request = record.request
+        return max(
+            0,
+            min(
+                request.max_tokens - request.num_output_tokens - 1,
+                self.bounds.max_model_len - request.num_tokens - 1,
+                record.tail_capacity - (record.context - record.base) - 1,
+                len(record.host_pages) * self.plan.block_tokens - request.num_tokens,
+                self.planner.rings.window - 1,
+            ),
+        )
+
+    def demand(self, request_id: str, anchor: int) -> Demand:
+        request = self.records[request_id].request
+        hold = self.bounds.depth - 1
+        num_bytes = self.plan.blocks_for(request.num_computed_tokens) * self.plan.block_bytes
+        bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
+        span, link_ns = reload_span(num_bytes, bandwidth, iteration, self.planner.rings.window - hold)
+        pages = self.plan.blocks_for(request.num_tokens + self.draft_limit(request_id))
+        return Demand(anchor, span, link_ns, pages, hold)
+
+    def take_pages(self, request_id: str) -> bool:
+        record, round_ = self.records[request_id], self.planner.tracks[request_id].round
+        assert round_ is not None
+        blocks = self.blocks.take(self.plan.blocks_for(record.request.num_tokens + round_.limit))
+        record.blocks = blocks or []
+        return blocks is not None
