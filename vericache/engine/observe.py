@@ -42,7 +42,7 @@ class EngineStats:
     trace: deque[dict[str, str]] = field(default_factory=deque)  # request -> letter of LEGEND, per iteration
     telemetry: Telemetry = field(default_factory=Telemetry)
     snapshot_at: float = 0.0  # monotonic seconds
-    snapshot_at_rest: bool = False  # it showed no request
+    snapshot_at_rest: bool = False  # it showed no request, and nothing held
 
     def digest(self, report: StepReport) -> None:
         self.arena_bytes = report.arena_bytes
@@ -89,7 +89,7 @@ def step_stats(coordinator: "Coordinator", wanted: bool) -> Stats | None:
         stats.telemetry.clear()
         return None
     state, status = gauges(coordinator), None
-    at_rest = not coordinator.records
+    at_rest = not coordinator.records and coordinator.reserved.nothing_held
     # The page must not go on showing the last request as running when no further step follows.
     if now - stats.snapshot_at >= SNAPSHOT_SECONDS or (at_rest and not stats.snapshot_at_rest):
         stats.snapshot_at, stats.snapshot_at_rest = now, at_rest

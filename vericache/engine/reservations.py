@@ -29,6 +29,11 @@ class Reservations:
         self._page_tokens = page_tokens
         self._heads = plan.layers * plan.kv_heads
 
+    @property
+    def nothing_held(self) -> bool:
+        """Everything is back, also what had to wait for steps in flight."""
+        return not self.arena.used and self.host.free == self.host.size
+
     def open(self, request: Request, spec: MethodSpec, tail: int, window: int) -> Detached | None:
         """Everything a request needs to draft with an uncompressed tail of ``tail`` tokens; None and nothing taken
         when any of it is missing."""

@@ -18,7 +18,8 @@ import pytest
 from openai import OpenAI
 
 from benchmarks.server import LiveServer
-from tests.engine.commands.asking import PERFECT, completion
+from tests.engine.commands.asking import OFF, PERFECT, completion
+from tests.server.test_dashboard import expressions, filled_in
 from vericache.demo.worker import ENVIRONMENT
 
 # The `vllm` command does not start from the CPU wheel; this is its `bench serve`.
@@ -104,16 +105,22 @@ def test_prometheus_scrapes_it(server: LiveServer, client: OpenAI, texts: dict[s
             return []
 
     try:
-        completion(client, texts["summarise"], {}, PERFECT)
-        rounds, deadline = server.series()["vericache_rounds_total"], time.monotonic() + 60
-        while query("sum(vericache_rounds_total)") != [rounds] and time.monotonic() < deadline:
-            time.sleep(1)
-        assert query("sum(vericache_rounds_total)") == [rounds], (tmp_path / "log").read_text()[-2000:]
+        for _ in range(2):  # a rate needs a counter that moves between two scrapes
+            completion(client, texts["summarise"], {}, OFF)
+            completion(client, texts["summarise"], {}, PERFECT)
+            rounds, deadline = server.series()["vericache_rounds_total"], time.monotonic() + 60
+            while query("sum(vericache_rounds_total)") != [rounds] and time.monotonic() < deadline:
+                time.sleep(1)
+            assert query("sum(vericache_rounds_total)") == [rounds], (tmp_path / "log").read_text()[-2000:]
         assert query('up{job="vericache"}') == [1]
         (acceptance,) = query(
             "1 + sum(vericache_accepted_tokens_per_verify_sum) / sum(vericache_accepted_tokens_per_verify_count)"
         )
         assert acceptance > 1
+        # What has not happened here has no series.
+        silent = ("promotions", "recompressions", "skipped")
+        shown = [e for e in expressions() if not any(word in e for word in silent)]
+        assert {e: len(query(filled_in(e))) for e in shown if not query(filled_in(e))} == {}
     finally:
         prometheus.kill()
         prometheus.wait()
