@@ -11,6 +11,7 @@ from server.access import KeyOnEveryRoute
 from server.audit import Auditor
 from server.checks import RequestChecks
 from server.deltas import stream_token_by_token
+from server.draining import Draining, watch_shutdown
 from server.status import router
 from server.usage import UsageDetails, count_outputs
 from vericache.config import VeriCacheConfig
@@ -27,11 +28,13 @@ class VeriCacheEndpoints:
         app.include_router(router)
         app.add_middleware(UsageDetails)
         app.add_middleware(RequestChecks, config=VeriCacheConfig.of(app.state.args.additional_config))
+        app.add_middleware(Draining)
         if tokens := [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]:
             app.add_middleware(KeyOnEveryRoute, tokens=tokens)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         if engine_client is not None:
+            watch_shutdown(engine_client, state)
             count_outputs(engine_client)
             config = VeriCacheConfig.of(args.additional_config)
             if config.audit_share > 0:

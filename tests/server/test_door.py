@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from server.access import KeyOnEveryRoute
 from server.checks import RequestChecks
+from server.draining import Draining, watch_shutdown
 from vericache.config import VeriCacheConfig
 
 BAD = {"vllm_xargs": {"vericache_mode": "sometimes"}}
@@ -24,6 +25,7 @@ def client() -> TestClient:
         return {"body": (await request.body()).decode()}
 
     app.add_middleware(RequestChecks, config=VeriCacheConfig())
+    app.add_middleware(Draining)
     app.add_middleware(KeyOnEveryRoute, tokens=["one", "two"])
     return TestClient(app)
 
@@ -90,3 +92,21 @@ def test_other_bodies_arrive_as_they_were(client: TestClient, body: str) -> None
     answer = client.post("/v1/completions", content=body, headers={"Authorization": "Bearer one"})
     assert answer.status_code == 200
     assert answer.json() == {"body": body}
+
+
+def test_new_work_is_refused_while_the_server_drains(client: TestClient) -> None:
+    class Engine:
+        def shutdown(self, timeout: float) -> float:
+            return timeout
+
+    engine, app = Engine(), client.app
+    watch_shutdown(engine, app.state)  # type: ignore[attr-defined]
+    key = {"Authorization": "Bearer one"}
+    assert client.post("/v1/completions", json={}, headers=key).status_code == 200
+    assert engine.shutdown(timeout=3) == 3
+    refused = client.post("/v1/completions", json={}, headers=key)
+    assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (503, 503, "1")
+    assert client.get("/health").status_code == 503
+    assert client.post("/v1/completions", json={}).status_code == 401
+    for path in ("/live", "/metrics", "/v1/models"):
+        assert client.get(path, headers=key).status_code == 200

@@ -11,13 +11,14 @@ from benchmarks.server import LiveServer
 
 
 def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenAI, texts: dict[str, list[int]]) -> None:
-    """A stream under way is finished within --shutdown-timeout; no process of the server outlives it."""
+    """A stream under way is finished within --shutdown-timeout, new requests are refused meanwhile; no process of the
+    server outlives it."""
 
     def stream() -> tuple[str, int]:
         chunks = client.completions.create(
             model="demo",
             prompt=texts["summarise"],
-            max_tokens=120,
+            max_tokens=250,
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
@@ -33,7 +34,11 @@ def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenA
         answer = pool.submit(stream)
         time.sleep(1.5)
         os.kill(server.process.pid, signal.SIGTERM)
-        assert answer.result(timeout=60) == ("length", 120)
+        time.sleep(0.5)
+        assert server.get("/health")[0] == 503
+        assert server.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 1})[0] == 503
+        assert server.get("/live")[0] == 200
+        assert answer.result(timeout=60) == ("length", 250)
     server.process.wait(timeout=60)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
