@@ -1,0 +1,63 @@
+"""Random arenas as the Triton kernel sees them, and the answer in plain torch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vericache.draft.triton_attention import ArenaTables
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch: its rows' slots (-1: no draft row) and tail lengths."""
+
+    slot: Tensor
+    tail: Tensor
+
+
+def random_tables(
+    counts: Tensor, tails: Tensor, page_tokens: int, dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> ArenaTables:
+    """``counts [slots, L, H]``; pages are shuffled over the pool, table entries nobody reads point outside it, and
+    tokens nobody reads are NaN."""
+    device = counts.device
+    slots, layers, heads = counts.shape
+    need = (counts + page_tokens - 1) // page_tokens + ((tails + page_tokens - 1) // page_tokens)[:, None, None]
+    total, widest = int(need.sum()), int(need.max()) + 1
+    order = torch.randperm(total, generator=generator, device=device).int()
+    table = torch.full((slots, layers, heads, widest), 2**30, dtype=torch.int32, device=device)
+    table[torch.arange(widest, device=device) < need[..., None]] = order
+    pool = torch.randn(total, 2, page_tokens, dim, generator=generator, device=device).to(dtype)
+    kept_pages = (counts + page_tokens - 1) // page_tokens
+    for part, length in ((kept_pages - 1, counts), (need - 1, tails[:, None, None].expand_as(need))):
+        used = (length - 1) % page_tokens + 1
+        exists = (length > 0) & (part >= 0)
+        page = table.gather(-1, part.clamp(min=0)[..., None].long())[..., 0][exists].long()
+        unused = torch.arange(page_tokens, device=device) >= used[exists][:, None]
+        pool.transpose(1, 2)[page] = torch.where(
+            unused[..., None, None], float("nan"), pool.transpose(1, 2)[page].float()
+        ).to(dtype)
+    return ArenaTables(pool, table, counts.int())
+
+
+def expected(query: Tensor, tables: ArenaTables, layer: int, rows: Rows, scale: float) -> Tensor:
+    """float32 ``[R, Hq, D]``; zeros for rows without a slot."""
+    heads, pt = tables.table.shape[2], tables.page_tokens
+    group = query.shape[1] // heads
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    for row, (slot, tail) in enumerate(zip(rows.slot.tolist(), rows.tail.tolist(), strict=True)):
+        for head in range(heads) if slot >= 0 else ():
+            kept = int(tables.counts[slot, layer, head])
+            keys, values = [], []
+            pages = tables.table[slot, layer, head].tolist()
+            for length in (kept, tail):
+                count = -(-length // pt)
+                mine, pages = pages[:count], pages[count:]
+                flat = tables.pool[mine].float().transpose(0, 1).reshape(2, -1, tables.pool.shape[-1])[:, :length]
+                keys.append(flat[0])
+                values.append(flat[1])
+            k, v = torch.cat(keys), torch.cat(values)
+            q = query[row, head * group : (head + 1) * group].float()
+            out[row, head * group : (head + 1) * group] = torch.softmax(q @ k.T * scale, -1) @ v
+    return out
