@@ -1,0 +1,108 @@
+"""Copies of KV pages between a GPU and pinned host memory: ``python -m benchmarks.transfer`` on a machine with a GPU.
+
+Scattered pages of all layers by ``vericache.store.triton_copy`` with some numbers of programs, beside one large copy by
+the copy engine, which is the link's limit. ``--render FILE`` makes the table of docs/results/.
+"""
+
+import argparse
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.report import RESULTS, table
+
+# name: layers, block shape (heads, tokens, 2 D) in bfloat16, blocks per copy
+SHAPES = {
+    "135M, 16 tokens a block": (30, (3, 16, 128), 512),
+    "135M, 64 tokens a block": (30, (3, 64, 128), 128),
+    "8B, 16 tokens a block": (32, (8, 16, 256), 128),
+    "8B, 64 tokens a block": (32, (8, 64, 256), 32),
+}
+
+
+def gigabytes_per_second(call: Callable[[], Any], num_bytes: int, repeats: int) -> list[float]:
+    """min, median, max."""
+    found = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(num_bytes / start.elapsed_time(end) / 1e6)
+    found = sorted(found[2:])
+    return [round(x, 1) for x in (found[0], median(found), found[-1])]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    from vericache.store.triton_copy import copy_pages, layer_pointers
+
+    large, device = torch.empty(1 << 28, dtype=torch.uint8).pin_memory(), torch.empty(1 << 28, dtype=torch.uint8).cuda()
+    link = {
+        "to_device": gigabytes_per_second(lambda: device.copy_(large, non_blocking=True), large.nbytes, args.repeats),
+        "to_host": gigabytes_per_second(lambda: large.copy_(device, non_blocking=True), large.nbytes, args.repeats),
+    }
+    cells = []
+    for name, (layers, shape, count) in SHAPES.items():
+        caches = [torch.randn(4 * count, *shape, device="cuda").bfloat16() for _ in range(layers)]
+        host = torch.empty(2 * count, layers, *shape, dtype=torch.bfloat16).pin_memory()
+        blocks, pages = torch.randperm(4 * count)[:count], torch.randperm(2 * count)[:count]
+        block_ids, page_ids, pointers = blocks.int().cuda(), pages.int().cuda(), layer_pointers(caches)
+        num_bytes = count * layers * caches[0][0].nbytes
+        for to_host in (True, False):
+            for programs in args.programs:
+
+                def copy(to_host: bool = to_host, programs: int = programs) -> None:
+                    copy_pages(caches, pointers, host, block_ids, page_ids, to_host, programs)  # noqa: B023
+
+                rates = gigabytes_per_second(copy, num_bytes, args.repeats)
+                cells.append({"shape": name, "piece_bytes": caches[0][0].nbytes, "bytes": num_bytes,
+                              "direction": "to_host" if to_host else "to_device", "programs": programs,
+                              "gb_per_second": rates})  # fmt: skip
+        torch.cuda.synchronize()
+        same = all(torch.equal(host[pages, layer], c[blocks.cuda()].cpu()) for layer, c in enumerate(caches))
+        assert same, name
+    return {
+        "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "repeats": args.repeats, "link": link, "cells": cells,
+    }  # fmt: skip
+
+
+def render(result: dict[str, Any], out: Path) -> None:
+    programs = sorted({c["programs"] for c in result["cells"]})
+    rows = []
+    for shape, piece in dict.fromkeys((c["shape"], c["piece_bytes"]) for c in result["cells"]):
+        for direction in ("to_host", "to_device"):
+            by = {c["programs"]: c for c in result["cells"] if (c["shape"], c["direction"]) == (shape, direction)}
+            rates = [" / ".join(map(str, by[p]["gb_per_second"])) for p in programs]
+            rows.append([shape, f"{piece / 1024:g} KiB", direction.replace("_", " "), *rates])
+    lines = [
+        "# Copies of KV pages over the link: GB/s", "",
+        f"{result['gpu']}, torch {result['torch']}, {result['date']}; min / median / max of {result['repeats']}, by "
+        f"number of programs. One large copy by the copy engine: {result['link']['to_host'][1]} GB/s to the host, "
+        f"{result['link']['to_device'][1]} to the device.", "",
+        *table(["pages", "piece", "direction", *map(str, programs)], rows, left=3), "",
+        "`python -m benchmarks.transfer`. Nothing else ran on the GPU.",
+    ]  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "transfer.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "transfer.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--render", type=Path, metavar="FILE", help="only make the table of this JSON")
+    args = parser.parse_args()
+    render(measure(args) if args.render is None else json.loads(args.render.read_text()), args.out)
+
+
+if __name__ == "__main__":
+    main()
