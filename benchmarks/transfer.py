@@ -1,11 +1,13 @@
 """Copies of KV pages between a GPU and pinned host memory: ``python -m benchmarks.transfer`` on a machine with a GPU.
 
 Scattered pages of all layers by ``vericache.store.triton_copy`` with some numbers of programs, beside one large copy by
-the copy engine, which is the link's limit. ``--render FILE`` makes the table of docs/results/.
+the copy engine, which is the link's limit; alone and beside draft attention. ``--render FILE`` makes the table of
+docs/results/.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,64 @@ def gigabytes_per_second(call: Callable[[], Any], num_bytes: int, repeats: int) 
     return [round(x, 1) for x in (found[0], median(found), found[-1])]
 
 
+def attention() -> torch.cuda.CUDAGraph:
+    """Draft attention of one 8B layer, 32 rows with 8k ragged tokens kept each, as a graph."""
+    from benchmarks.draft_attention import SHAPES as ATTENTION
+    from benchmarks.draft_attention import counts_of
+    from tests.interpreted.arena_tables import random_tables
+    from vericache.draft.triton_attention import Scratch, attend_arena, grid_programs, segment_starts
+
+    shape = ATTENTION[1]
+    counts = counts_of(shape, True, torch.Generator().manual_seed(2)).cuda()
+    none = torch.zeros(shape.rows, dtype=torch.int64, device="cuda")
+    tables = random_tables(counts, none, 32, shape.dim, torch.bfloat16, torch.Generator("cuda").manual_seed(1))
+    slots, tails = torch.arange(shape.rows, device="cuda").int(), none.int()
+    query = torch.randn(shape.rows, shape.heads * shape.group, shape.dim, device="cuda").bfloat16()
+    output, starts = torch.empty_like(query), segment_starts(tables, slots, tails)
+    programs = grid_programs(32, shape.dim, torch.cuda.get_device_properties(0).multi_processor_count)
+    scratch = Scratch.of(programs, shape.group, shape.dim, query.device)
+
+    def call() -> None:
+        attend_arena(query, output, tables, 0, slots, tails, starts, scratch, shape.dim**-0.5)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.kept = (tables, slots, tails, query, output, starts, scratch)  # what the graph reads must live
+    return graph
+
+
+def beside(copy: Callable[[], Any], num_bytes: int, graph: torch.cuda.CUDAGraph) -> dict[str, float]:
+    """Both at once on two streams: the copies' rate, and the time of the attention as a multiple of its time alone."""
+
+    def replays(count: int) -> list[torch.cuda.Event]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        return events
+
+    def middle(events: list[torch.cuda.Event]) -> float:
+        return median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+    quiet = replays(100)
+    torch.cuda.synchronize()
+    side, copies = torch.cuda.Stream(), max(10, int(3e9 / num_bytes))  # longer than the replays beside them
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(side):
+        start.record()
+        for _ in range(copies):
+            copy()
+        end.record()
+    busy = replays(100)
+    torch.cuda.synchronize()
+    rate = copies * num_bytes / start.elapsed_time(end) / 1e6
+    return {"gb_per_second": round(rate, 1), "attention_slowdown": round(middle(busy) / middle(quiet), 3)}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     from vericache.store.triton_copy import copy_pages, layer_pointers
 
@@ -47,7 +107,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "to_device": gigabytes_per_second(lambda: device.copy_(large, non_blocking=True), large.nbytes, args.repeats),
         "to_host": gigabytes_per_second(lambda: large.copy_(device, non_blocking=True), large.nbytes, args.repeats),
     }
-    cells = []
+    cells, graph = [], attention()
     for name, (layers, shape, count) in SHAPES.items():
         caches = [torch.randn(4 * count, *shape, device="cuda").bfloat16() for _ in range(layers)]
         host = torch.empty(2 * count, layers, *shape, dtype=torch.bfloat16).pin_memory()
@@ -63,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 rates = gigabytes_per_second(copy, num_bytes, args.repeats)
                 cells.append({"shape": name, "piece_bytes": caches[0][0].nbytes, "bytes": num_bytes,
                               "direction": "to_host" if to_host else "to_device", "programs": programs,
-                              "gb_per_second": rates})  # fmt: skip
+                              "gb_per_second": rates, "beside": beside(copy, num_bytes, graph)})  # fmt: skip
         torch.cuda.synchronize()
         same = all(torch.equal(host[pages, layer], c[blocks.cuda()].cpu()) for layer, c in enumerate(caches))
         assert same, name
@@ -79,15 +139,20 @@ def render(result: dict[str, Any], out: Path) -> None:
     for shape, piece in dict.fromkeys((c["shape"], c["piece_bytes"]) for c in result["cells"]):
         for direction in ("to_host", "to_device"):
             by = {c["programs"]: c for c in result["cells"] if (c["shape"], c["direction"]) == (shape, direction)}
-            rates = [" / ".join(map(str, by[p]["gb_per_second"])) for p in programs]
-            rows.append([shape, f"{piece / 1024:g} KiB", direction.replace("_", " "), *rates])
+            alone = [" / ".join(map(str, by[p]["gb_per_second"])) for p in programs]
+            both = [
+                f"{b['gb_per_second']} (x {b['attention_slowdown']:.2f})" for b in (by[p]["beside"] for p in programs)
+            ]
+            for what, cells in (("alone", alone), ("beside attention", both)):
+                rows.append([shape, f"{piece / 1024:g} KiB", direction.replace("_", " "), what, *cells])
     lines = [
         "# Copies of KV pages over the link: GB/s", "",
         f"{result['gpu']}, torch {result['torch']}, {result['date']}; min / median / max of {result['repeats']}, by "
         f"number of programs. One large copy by the copy engine: {result['link']['to_host'][1]} GB/s to the host, "
         f"{result['link']['to_device'][1]} to the device.", "",
-        *table(["pages", "piece", "direction", *map(str, programs)], rows, left=3), "",
-        "`python -m benchmarks.transfer`. Nothing else ran on the GPU.",
+        *table(["pages", "piece", "direction", "", *map(str, programs)], rows, left=4), "",
+        "`python -m benchmarks.transfer`. Beside attention: with draft attention (8B, 32 rows, 8k ragged tokens) in a "
+        "loop on another stream, and by how much that takes longer.",
     ]  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     (out / "transfer.json").write_text(json.dumps(result, indent=1) + "\n")

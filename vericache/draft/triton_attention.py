@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+RESERVED = 16  # places left free for copies
 TILE_ELEMENTS = 8192  # of keys that a program holds at a time; pages that are smaller are read several at once
 
 
@@ -51,10 +52,16 @@ def tile_tokens(page_tokens: int, head_dim: int) -> int:
     return max(page_tokens, TILE_ELEMENTS // head_dim)
 
 
-def programs_per_processor(page_tokens: int, head_dim: int) -> int:
-    """Measured on an H200 (docs/results/draft-attention.md): as many as fit at once; reading one page at a time takes
-    more registers (two fit) than gathering several (three)."""
-    return 2 if tile_tokens(page_tokens, head_dim) == page_tokens else 3
+def grid_programs(page_tokens: int, head_dim: int, processors: int) -> int:
+    """How many programs share a layer's pages: as many as fit on the GPU at once, less ``RESERVED``.
+
+    Measured on an H200: two fit on a processor when they read one page at a time, three when they gather several
+    (docs/results/draft-attention.md). A program that must wait for a place doubles the kernel's time, and the programs
+    of ``vericache.store.triton_copy`` take places: with none left for them attention takes 1.6 times as long beside a
+    copy, with 16 left about 1.1 times (docs/results/transfer.md).
+    """
+    fit = 2 if tile_tokens(page_tokens, head_dim) == page_tokens else 3
+    return fit * processors - RESERVED
 
 
 def segment_starts(tables: ArenaTables, row_slot: Tensor, tail_len: Tensor) -> Tensor:
