@@ -34,8 +34,8 @@ def copy_pages(
         pointers: ``layer_pointers(caches)``.
         host: ``[pages, layers, *block_shape]``, pinned.
         blocks, pages: int32 on the device, parallel.
-        programs: how many run at once. 2 to the host (more starve the model of memory), 4 to the device (8 for pieces
-            below 48 KiB) fill a PCIe 5 link, see docs/results/transfer.md.
+        programs: how many run at once. 2 to the host, 4 to the device (8 for pieces below 48 KiB) nearly fill a
+            PCIe 5 link; more to the host double the time of attention beside them (docs/results/transfer.md).
     """
     piece = caches[0][0].nbytes // 8
     stride = caches[0].stride(0) * caches[0].element_size() // 8

@@ -108,12 +108,12 @@ def test_many_at_once_with_one_schema(client: OpenAI, texts: dict[str, list[int]
 
 
 def test_the_same_request_again_is_the_same(client: OpenAI, texts: dict[str, list[int]]) -> None:
-    """vLLM #40896 and public fault 21: a prefix that is cached by then changes neither output nor acceptance much."""
+    """vLLM #40896 and public fault 21: a prefix that is cached by then changes no output, and acceptance stays."""
     asked = {"max_tokens": 40, "ignore_eos": True}
     answers = [completion(client, texts["find_needle"], asked, {}) for _ in range(3)]
     assert answers[0].choices == answers[1].choices == answers[2].choices
     accepted = [a.usage.completion_tokens_details.accepted_prediction_tokens for a in answers]
-    assert max(accepted) - min(accepted) <= 8  # rounds may start elsewhere
+    assert min(accepted) > max(accepted) / 2  # rounds may start elsewhere
 
 
 def test_seeds_do_not_touch_their_neighbours(client: OpenAI, texts: dict[str, list[int]]) -> None:

@@ -34,7 +34,9 @@ def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenA
         answer = pool.submit(stream)
         time.sleep(1.5)
         os.kill(server.process.pid, signal.SIGTERM)
-        time.sleep(0.5)
+        deadline = time.monotonic() + 10
+        while server.get("/health")[0] == 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert server.get("/health")[0] == 503
         assert server.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 1})[0] == 503
         assert server.get("/live")[0] == 200
