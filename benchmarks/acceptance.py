@@ -6,7 +6,6 @@ figure leaves out prompts whose output loops, since any drafter is right there.
 """
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import RESULTS, figure, machine, table
+from benchmarks.report import RESULTS, figure, machine, save, table
 from vericache.demo.worker import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -135,7 +134,6 @@ def write(results: Mapping[str, Sequence[Measured]], args: argparse.Namespace, c
     for row in rows(results):
         shown.add_row(*(cell.strip("*") for cell in row))
     console.print(shown)
-    args.out.mkdir(parents=True, exist_ok=True)
     report = {
         "date": date.today().isoformat(),
         "machine": machine(),
@@ -143,7 +141,6 @@ def write(results: Mapping[str, Sequence[Measured]], args: argparse.Namespace, c
         "pooled": {k: round(pooled(ms), 2) for k, ms in results.items()},
         "results": [m.__dict__ for ms in results.values() for m in ms],
     }
-    (args.out / "acceptance.json").write_text(json.dumps(report, indent=1) + "\n")
     lines = [
         "# Accepted drafts per round",
         "",
@@ -157,7 +154,7 @@ def write(results: Mapping[str, Sequence[Measured]], args: argparse.Namespace, c
         "![Accepted drafts per round, by prompt and method](acceptance.png)",
         "",
     ]
-    (args.out / "acceptance.md").write_text("\n".join(lines))
+    save(args.out, "acceptance", report, "\n".join(lines))
     picture(results, args.draft_length, args.out / "acceptance.png")
 
 

@@ -6,7 +6,6 @@ is 50 us at the 99th percentile for one request. Sizes are those of an 8B model 
 """
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import RESULTS, figure, machine
+from benchmarks.report import RESULTS, figure, machine, save
 from benchmarks.report import table as markdown_table
 from scheduler.admission import Demand, Limits, Staggered, book, reload_span
 from scheduler.planner import Planner
@@ -258,9 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     admissions("congested")  # the first pass warms caches and the interpreter's specialised code
     single, whole = [admissions(level) for level in LEVELS], ticks()
     show(single, whole, Console())
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "admit.json").write_text(json.dumps(report(single, whole), indent=2) + "\n")
-    (out / "admit.md").write_text(markdown(single, whole))
+    save(out, "admit", report(single, whole), markdown(single, whole))
     picture(single, out / "admit.png")
     return 0
 

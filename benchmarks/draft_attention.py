@@ -1,9 +1,9 @@
 """Draft attention on a GPU: our kernel on ragged head pages against FlashAttention, by bytes of KV read per second.
 
-``python -m benchmarks.draft_attention`` on a machine with a GPU and vLLM writes JSON; ``--render FILE`` makes the
-table and the plot of docs/results/. One layer, one token per row, CUDA graphs. "stock" is vLLM's FlashAttention over
+``python -m benchmarks.draft_attention`` on a machine with a GPU and vLLM writes JSON, table and plot into docs/results/;
+``--render FILE`` makes them of a JSON. One layer, one token per row, CUDA graphs. "stock" is vLLM's FlashAttention over
 ordinary pages with equal lengths; "views" is FlashAttention over the arena, one sequence per row and KV head; "ours" is
-``vericache.draft.triton_attention``. Every output is first compared with plain torch in float32.
+``vericache.draft.triton_attention``. Every output of the latter two is first compared with plain torch in float32.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, figure, table
+from benchmarks.report import RESULTS, figure, save, table
 
 BLOCK = 16  # tokens of a stock page
 
@@ -57,14 +57,20 @@ def counts_of(shape: Shape, ragged: bool, generator: torch.Generator) -> torch.T
     return counts
 
 
-def microseconds(call: Callable[[], Any], repeats: int) -> list[float]:
-    """min, median, max of graph replays."""
-    for _ in range(3):
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """The call as a graph. It must keep alive what it reads."""
+    for _ in range(3):  # kernels are compiled outside the capture
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
+    return graph
+
+
+def microseconds(call: Callable[[], Any], repeats: int) -> list[float]:
+    """min, median, max of graph replays."""
+    graph = captured(call)
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -96,31 +102,48 @@ def stock(shape: Shape, repeats: int) -> list[float]:
     return microseconds(lambda: flash_attn_varlen_func(**arguments), repeats)
 
 
+class Case:
+    """Full slots, one per row, in pages of ``page_tokens``, and a query of every row."""
+
+    def __init__(self, shape: Shape, ragged: bool, page_tokens: int) -> None:
+        from tests.interpreted.arena_tables import Rows, random_tables
+        from vericache.draft.triton_attention import segment_starts
+
+        self.shape, self.scale = shape, shape.dim**-0.5
+        self.counts = counts_of(shape, ragged, torch.Generator().manual_seed(2)).cuda()
+        none = torch.zeros(shape.rows, dtype=torch.int64, device="cuda")
+        generator = torch.Generator("cuda").manual_seed(1)
+        self.tables = random_tables(self.counts, none, page_tokens, shape.dim, torch.bfloat16, generator)
+        self.rows = Rows(torch.arange(shape.rows, device="cuda").int(), none.int())
+        self.query = torch.randn(shape.rows, shape.heads * shape.group, shape.dim, device="cuda").bfloat16()
+        self.output = torch.empty_like(self.query)
+        self.starts = segment_starts(self.tables, self.rows.slot, self.rows.tail)
+
+    def attend(self, programs: int) -> Callable[[], None]:
+        """Our kernel on a grid of ``programs``."""
+        from vericache.draft.triton_attention import Scratch, attend_arena
+
+        scratch = Scratch.of(programs, self.shape.group, self.shape.dim, self.query.device)
+        slots, tails = self.rows.slot, self.rows.tail
+        return lambda: attend_arena(
+            self.query, self.output, self.tables, 0, slots, tails, self.starts, scratch, self.scale
+        )
+
+
 def arena(shape: Shape, ragged: bool, page_tokens: int, programs: list[int], repeats: int) -> dict[str, Any]:
     """Ours with each number of programs per multiprocessor, and FlashAttention on views, on the same pages."""
-    from tests.interpreted.arena_tables import Rows, expected, random_tables
-    from vericache.draft.triton_attention import Scratch, attend_arena, segment_starts
+    from tests.interpreted.arena_tables import expected
 
-    generator = torch.Generator("cuda").manual_seed(1)
-    counts = counts_of(shape, ragged, torch.Generator().manual_seed(2)).cuda()
-    none = torch.zeros(shape.rows, dtype=torch.int64, device="cuda")
-    tables = random_tables(counts, none, page_tokens, shape.dim, torch.bfloat16, generator)
-    rows = Rows(torch.arange(shape.rows, device="cuda").int(), none.int())
-    query = torch.randn(shape.rows, shape.heads * shape.group, shape.dim, device="cuda").bfloat16()
-    output, scale = torch.empty_like(query), shape.dim**-0.5
-    wanted = expected(query, tables, 0, rows, scale)
-    starts = segment_starts(tables, rows.slot, rows.tail)
+    case = Case(shape, ragged, page_tokens)
+    counts, tables, query, scale = case.counts, case.tables, case.query, case.scale
+    wanted = expected(query, tables, 0, case.rows, scale)
     found: dict[str, Any] = {"longest": int(counts.max()), "ours": {}}
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for each in programs:
-        scratch = Scratch.of(each * processors, shape.group, shape.dim, query.device)
-
-        def ours(scratch: Scratch = scratch) -> None:
-            attend_arena(query, output, tables, 0, rows.slot, rows.tail, starts, scratch, scale)
-
-        output.fill_(7.0)
+        ours = case.attend(each * processors)
+        case.output.fill_(7.0)
         ours()
-        found["ours"][each] = {"error": worst(output, wanted), "us": microseconds(ours, repeats)}
+        found["ours"][each] = {"error": worst(case.output, wanted), "us": microseconds(ours, repeats)}
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -143,7 +166,7 @@ def arena(shape: Shape, ragged: bool, page_tokens: int, programs: list[int], rep
     return found
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     cells = []
     for shape in SHAPES:
         base = None if args.without_vllm else stock(shape, args.repeats)
@@ -160,8 +183,7 @@ def measure(args: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "repeats": args.repeats,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "draft-attention.json").write_text(json.dumps({**head, "cells": cells}, indent=1) + "\n")
+    return {**head, "cells": cells}
 
 
 def render(result: dict[str, Any], out: Path) -> None:
@@ -187,9 +209,7 @@ def render(result: dict[str, Any], out: Path) -> None:
         "`python -m benchmarks.draft_attention`. Stock: equal lengths, the same bytes. Ours: with the best number of "
         "programs per multiprocessor (all are in the JSON).",
     ]  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "draft-attention.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "draft-attention.md").write_text("\n".join(lines) + "\n")
+    save(out, "draft-attention", result, "\n".join(lines))
     if ratios:
         with figure(out / "draft-attention.png", 9, 0.32 * len(labels) + 1.2) as (_, axes):
             places = range(len(labels))
@@ -211,10 +231,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--render", type=Path, metavar="FILE", help="only make table and plot of this JSON")
     args = parser.parse_args()
-    if args.render is None:
-        measure(args)
-        return
-    render(json.loads(args.render.read_text()), args.out)
+    render(measure(args) if args.render is None else json.loads(args.render.read_text()), args.out)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What all benchmarks share: the machine's description, Markdown tables, a matplotlib figure that is saved."""
 
+import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -
     """Lines of a Markdown table; the first ``left`` columns are text."""
     align = [":--"] * left + ["--:"] * (len(header) - left)
     return ["| " + " | ".join(map(str, r)) + " |" for r in (header, align, *rows)]
+
+
+def save(out: Path, name: str, result: Any, text: str) -> None:
+    """``NAME.json`` and ``NAME.md`` of a finished run."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"{name}.md").write_text(text.rstrip("\n") + "\n")
 
 
 @contextmanager

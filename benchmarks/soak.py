@@ -8,7 +8,6 @@ and every gauge is back to rest. Writes JSON and a table into docs/results/soak.
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
@@ -24,7 +23,7 @@ from openai import AsyncOpenAI, OpenAIError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.report import RESULTS, machine, table
+from benchmarks.report import RESULTS, machine, save, table
 from benchmarks.server import LiveServer
 from vericache.demo import model, prompts
 
@@ -184,15 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(args: argparse.Namespace, report: Mapping[str, Any], numbers: Mapping[str, int], console: Console) -> None:
     about = {"date": date.today().isoformat(), "machine": machine(), "concurrency": args.concurrency, "seed": args.seed}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "soak.json").write_text(json.dumps({**about, **report}, indent=1) + "\n")
     rows = table(["", ""], [[name, f"{value:,}"] for name, value in numbers.items()], left=1)
     head = [
         f"`python -m benchmarks.soak`, {about['date']}, {about['machine']}.",
         f"{report['model']}, float32, snapkv,",
     ]
     head.append(f"{args.concurrency} requests at a time.")
-    (args.out / "soak.md").write_text("\n".join(["# Soak", "", *head, "", *rows, ""]))
+    save(args.out, "soak", {**about, **report}, "\n".join(["# Soak", "", *head, "", *rows]))
     console.print("\n".join(rows))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, table
+from benchmarks.report import RESULTS, save, table
 
 # name: layers, block shape (heads, tokens, 2 D) in bfloat16, blocks per copy
 SHAPES = {
@@ -41,33 +41,16 @@ def gigabytes_per_second(call: Callable[[], Any], num_bytes: int, repeats: int) 
     return [round(x, 1) for x in (found[0], median(found), found[-1])]
 
 
-def attention() -> torch.cuda.CUDAGraph:
-    """Draft attention of one 8B layer, 32 rows with 8k ragged tokens kept each, as a graph."""
+def attention() -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Draft attention of one 8B layer, 32 rows with 8k ragged tokens kept each, as a graph; and what it reads."""
     from benchmarks.draft_attention import SHAPES as ATTENTION
-    from benchmarks.draft_attention import counts_of
-    from tests.interpreted.arena_tables import random_tables
-    from vericache.draft.triton_attention import Scratch, attend_arena, grid_programs, segment_starts
+    from benchmarks.draft_attention import Case, captured
+    from vericache.draft.triton_attention import grid_programs
 
-    shape = ATTENTION[1]
-    counts = counts_of(shape, True, torch.Generator().manual_seed(2)).cuda()
-    none = torch.zeros(shape.rows, dtype=torch.int64, device="cuda")
-    tables = random_tables(counts, none, 32, shape.dim, torch.bfloat16, torch.Generator("cuda").manual_seed(1))
-    slots, tails = torch.arange(shape.rows, device="cuda").int(), none.int()
-    query = torch.randn(shape.rows, shape.heads * shape.group, shape.dim, device="cuda").bfloat16()
-    output, starts = torch.empty_like(query), segment_starts(tables, slots, tails)
-    programs = grid_programs(32, shape.dim, torch.cuda.get_device_properties(0).multi_processor_count)
-    scratch = Scratch.of(programs, shape.group, shape.dim, query.device)
-
-    def call() -> None:
-        attend_arena(query, output, tables, 0, slots, tails, starts, scratch, shape.dim**-0.5)
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.kept = (tables, slots, tails, query, output, starts, scratch)  # what the graph reads must live
-    return graph
+    case = Case(ATTENTION[1], ragged=True, page_tokens=32)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    call = case.attend(grid_programs(32, case.shape.dim, processors))
+    return captured(call), call
 
 
 def beside(copy: Callable[[], Any], num_bytes: int, graph: torch.cuda.CUDAGraph) -> dict[str, float]:
@@ -107,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "to_device": gigabytes_per_second(lambda: device.copy_(large, non_blocking=True), large.nbytes, args.repeats),
         "to_host": gigabytes_per_second(lambda: large.copy_(device, non_blocking=True), large.nbytes, args.repeats),
     }
-    cells, graph = [], attention()
+    cells, (graph, _read) = [], attention()
     for name, (layers, shape, count) in SHAPES.items():
         caches = [torch.randn(4 * count, *shape, device="cuda").bfloat16() for _ in range(layers)]
         host = torch.empty(2 * count, layers, *shape, dtype=torch.bfloat16).pin_memory()
@@ -154,9 +137,7 @@ def render(result: dict[str, Any], out: Path) -> None:
         "`python -m benchmarks.transfer`. Beside attention: with draft attention (8B, 32 rows, 8k ragged tokens) in a "
         "loop on another stream, and by how much that takes longer.",
     ]  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "transfer.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "transfer.md").write_text("\n".join(lines) + "\n")
+    save(out, "transfer", result, "\n".join(lines))
 
 
 def main() -> None:

@@ -30,9 +30,13 @@ class KeyOnEveryRoute(AuthenticationMiddleware):
         await response(scope, receive, send)
 
 
+def path_of(scope: Scope) -> str:
+    """The path as routes name it, whatever ``--root-path`` is."""
+    return scope.get("path", "").removeprefix(scope.get("root_path", ""))
+
+
 def is_open(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.rstrip("/") in OPEN
+    return path_of(scope).rstrip("/") in OPEN
 
 
 def as_bearer(headers: Headers) -> Headers:

@@ -11,6 +11,8 @@ from starlette.datastructures import State
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.access import path_of
+
 
 def watch_shutdown(engine_client: Any, state: State) -> None:
     """vLLM's launcher calls ``engine_client.shutdown`` first thing after the signal."""
@@ -32,10 +34,9 @@ class Draining:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and getattr(scope["app"].state, "draining", False):
-            path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-            if scope["method"] == "POST" or path == "/health":
-                content = {"message": "the server is shutting down", "type": "ServiceUnavailableError", "code": 503}
-                await JSONResponse({"error": content}, 503, {"Retry-After": "1"})(scope, receive, send)
-                return
+        draining = scope["type"] == "http" and getattr(scope["app"].state, "draining", False)
+        if draining and (scope["method"] == "POST" or path_of(scope) == "/health"):
+            content = {"message": "the server is shutting down", "type": "ServiceUnavailableError", "code": 503}
+            await JSONResponse({"error": content}, 503, {"Retry-After": "1"})(scope, receive, send)
+            return
         await self.app(scope, receive, send)

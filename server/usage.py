@@ -9,6 +9,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.access import path_of
+
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -61,8 +63,7 @@ class UsageDetails:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or path not in PATHS:
+        if scope["type"] != "http" or path_of(scope) not in PATHS:
             await self.app(scope, receive, send)
             return
         tally = Tally()

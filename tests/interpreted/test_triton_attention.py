@@ -1,12 +1,7 @@
 """The Triton kernel of draft attention against plain torch: on a GPU, or on the CPU through Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1 (tests/tensor/test_interpreted.py sets it)", allow_module_level=True)
 
 from tests.interpreted.arena_tables import Rows, expected, random_tables
 from vericache.draft.triton_attention import Scratch, attend_arena, segment_starts
