@@ -1,6 +1,6 @@
 """Draft attention on a GPU: our kernel on ragged head pages against FlashAttention, by bytes of KV read per second.
 
-``python -m benchmarks.draft_attention`` on a machine with a GPU and vLLM writes JSON, table and plot into docs/results/;
+``python -m benchmarks.draft_attention`` on a machine with a GPU and vLLM writes JSON, table, plot into docs/results/;
 ``--render FILE`` makes them of a JSON. One layer, one token per row, CUDA graphs. "stock" is vLLM's FlashAttention over
 ordinary pages with equal lengths; "views" is FlashAttention over the arena, one sequence per row and KV head; "ours" is
 ``vericache.draft.triton_attention``. Every output of the latter two is first compared with plain torch in float32.
