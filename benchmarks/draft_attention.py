@@ -124,9 +124,9 @@ class Case:
         from vericache.draft.triton_attention import Scratch, attend_arena
 
         scratch = Scratch.of(programs, self.shape.group, self.shape.dim, self.query.device)
-        slots, tails = self.rows.slot, self.rows.tail
+        rows = self.rows  # one token each: the slots' numbers are the tokens' too
         return lambda: attend_arena(
-            self.query, self.output, self.tables, 0, slots, tails, self.starts, scratch, self.scale
+            self.query, self.output, self.tables, 0, rows.slot, rows.tail, rows.slot, self.starts, scratch, self.scale
         )
 
 

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ class LiveEngine:
         self.coordinator = self.scheduler.coordinator
         self.worker = get_kv_transfer_group().worker
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.tokenizer = self.llm.get_tokenizer()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self.llm.get_tokenizer()
 
     def close(self) -> None:
         """Shut the engine down and free its memory; another one can start in this process."""

@@ -22,5 +22,7 @@ class Random(Scorer):
             raise MethodError(f"random: option 'seed' must lie in 0..2**63 - 1, got {cls.option(spec, 'seed')}")
 
     def scores(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.option(self.spec, "seed"))
-        return torch.rand(self.shape.layers, self.shape.kv_heads, self.num_tokens, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(self.option(self.spec, "seed"))
+        shape = (self.shape.layers, self.shape.kv_heads, self.num_tokens)
+        # Drawn on the CPU: the same subset on every device.
+        return torch.rand(shape, generator=generator, device="cpu").to(torch.get_default_device())

@@ -16,13 +16,20 @@ from scheduler.rings import Booking, Rings
 class Demand:
     """What one round needs. ``span`` iterations (S) carry the reload, ``link_ns`` of link time each;
     ``pages`` transient pages are held from the first of them until ``hold`` iterations after the verify
-    (run-ahead scheduling learns a step's result that much later)."""
+    (run-ahead scheduling learns a step's result that much later). ``named``: the verify row names its
+    drafts, so all of them must be known; elsewhere it takes them from the device."""
 
     anchor: int
     span: int
     link_ns: int
     pages: int
     hold: int = 0
+    named: bool = True
+
+    @property
+    def lag(self) -> int:
+        """Iterations by which the verify row comes later because of the drafts it names."""
+        return self.hold if self.named else 0
 
     def covers(self, other: "Demand") -> bool:
         """At least as large in everything."""
@@ -111,7 +118,9 @@ def book(rings: Rings, policy: Policy, demand: Demand, limits: Limits) -> Bookin
         return None
     verify_at = rings.now + d
     return rings.book(
-        Booking(verify_at - demand.span + 1, verify_at, verify_at + demand.hold, demand.link_ns, demand.pages)
+        Booking(
+            verify_at - demand.span + 1, verify_at, verify_at + demand.hold, demand.link_ns, demand.pages, demand.named
+        )
     )
 
 

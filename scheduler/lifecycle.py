@@ -67,7 +67,7 @@ class Round:
 
     @property
     def complete(self) -> bool:
-        """All issued drafts are known, so a verify row can be built."""
+        """All issued drafts are known, so a verify row can name them."""
         return self.issued == self.known
 
 

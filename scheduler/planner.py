@@ -49,6 +49,12 @@ class Planner:
         self.verify_tokens = verify_tokens  # cap per iteration, see performance notes in docs
         self.tracks: dict[str, Track] = {}
 
+    @property
+    def late(self) -> bool:
+        """Some request has waited for pages or link time for a whole window."""
+        unbooked = (t for t in self.tracks.values() if t.state is State.WAITING or (t.round and not t.round.booking))
+        return any(self.rings.now - t.waiting_since > self.rings.window for t in unbooked)
+
     # -- transitions that come from outside ------------------------------------------------------
 
     def demote(self, request_id: str) -> None:
@@ -107,7 +113,8 @@ class Planner:
                     round_.booking, booking, track.waiting_since = None, None, now
             if track.state is State.LOADING and booking and now >= booking.verify_at:
                 tokens = 1 + round_.issued
-                if round_.complete and (tokens <= budget or budget == self.verify_tokens):
+                known = round_.complete or not booking.named
+                if known and (tokens <= budget or budget == self.verify_tokens):
                     track.verify()
                     out.verifies.append((track.request_id, round_.issued))
                     budget -= tokens
@@ -150,8 +157,7 @@ class Planner:
         for track in waiting:
             limit = host.draft_limit(track.request_id)
             demand = host.demand(track.request_id, min(host.draft_length(track.request_id), limit))
-            # The verify row needs all drafts known, and results lag by ``hold`` iterations.
-            demand = replace(demand, anchor=demand.anchor + demand.hold)
+            demand = replace(demand, anchor=demand.anchor + demand.lag)
             if self.policy.monotone and any(demand.covers(smaller) for smaller in refused):
                 booking = None
             elif (booking := book(self.rings, self.policy, demand, limits)) is None:

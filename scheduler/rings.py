@@ -52,13 +52,14 @@ class Booking:
     free_after: int
     link_ns: int
     pages: int
+    named: bool = True  # see Demand
     released: bool = False
 
     @property
     def last_draft_at(self) -> int:
-        """The last iteration whose draft token is known when the verify row is built: results lag by as many
-        iterations as the pages are held after the verify."""
-        return self.verify_at - 1 - (self.free_after - self.verify_at)
+        """The last iteration whose draft token the verify row can carry: where it names its drafts, results lag by as
+        many iterations as the pages are held after the verify."""
+        return self.verify_at - 1 - (self.free_after - self.verify_at if self.named else 0)
 
 
 class Rings:

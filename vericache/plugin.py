@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from vericache.config import KEY, VeriCacheConfig
-from vericache.errors import ConfigError
+from vericache.errors import ConfigError, UnsupportedError
 
 CONNECTOR = "VeriCacheConnector"
 CONNECTOR_MODULE = "vericache.engine.connector"
 SCHEDULER = "vericache.engine.scheduler.VeriCacheScheduler"
-WORKER = "vericache.engine.worker.VeriCacheCPUWorker"
+WORKERS = {
+    "cpu": "vericache.engine.worker_cpu.VeriCacheCPUWorker",
+    "cuda": "vericache.engine.worker_cuda.VeriCacheGPUWorker",
+}
 
 
 def register() -> None:
@@ -26,8 +29,10 @@ def engine_arguments(config: VeriCacheConfig, given: Mapping[str, Any]) -> dict[
 
     Raises:
         ConfigError: the user has set something VeriCache must set.
+        UnsupportedError: neither a CPU nor an NVIDIA GPU.
     """
-    for name, ours in (("scheduler_cls", SCHEDULER), ("worker_cls", WORKER), ("kv_transfer_config", CONNECTOR)):
+    worker = _worker()
+    for name, ours in (("scheduler_cls", SCHEDULER), ("worker_cls", worker), ("kv_transfer_config", CONNECTOR)):
         value = given.get(name)
         if value not in (None, "auto", ours):
             raise ConfigError(
@@ -38,9 +43,18 @@ def engine_arguments(config: VeriCacheConfig, given: Mapping[str, Any]) -> dict[
 
     return {
         "scheduler_cls": SCHEDULER,
-        "worker_cls": WORKER,
+        "worker_cls": worker,
         "kv_transfer_config": KVTransferConfig(
             kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_both"
         ),
         "additional_config": {**(given.get("additional_config") or {}), KEY: config.model_dump(mode="json")},
     }
+
+
+def _worker() -> str:
+    from vllm.platforms import current_platform
+
+    kind = current_platform.device_type
+    if kind not in WORKERS:
+        raise UnsupportedError(f"the device is a {kind!r}, VeriCache runs on {' and '.join(WORKERS)} devices")
+    return WORKERS[kind]

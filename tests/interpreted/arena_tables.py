@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vericache.draft.triton_attention import ArenaTables
+from vericache.draft.tables import ArenaTables
 
 
 @dataclass(frozen=True)

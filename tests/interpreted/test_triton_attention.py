@@ -22,11 +22,12 @@ def run(counts: torch.Tensor, slots: list[int], tails: list[int], **shape: int) 
     tables = random_tables(counts.to(DEVICE), slot_tails.to(DEVICE), page_tokens, dim, dtype, generator)
     rows = Rows(torch.tensor(slots, dtype=torch.int32).to(DEVICE), torch.tensor(tails, dtype=torch.int32).to(DEVICE))
     query = torch.randn(len(slots), heads * group, dim, generator=generator, device=DEVICE).to(dtype)
-    scratch = Scratch.of(shape.get("programs", 7), group, dim, DEVICE)
+    scratch = Scratch.of(shape.get("programs", 7), group, dim, DEVICE, shape.get("share_tiles", 0))
     starts = segment_starts(tables, rows.slot, rows.tail)
+    tokens = torch.arange(len(slots), dtype=torch.int32, device=DEVICE)
     for layer in range(counts.shape[1]):
         output = torch.full_like(query, 7.0)
-        attend_arena(query, output, tables, layer, rows.slot, rows.tail, starts, scratch, dim**-0.5)
+        attend_arena(query, output, tables, layer, rows.slot, rows.tail, tokens, starts, scratch, dim**-0.5)
         wanted = expected(query, tables, layer, rows, dim**-0.5)
         drafts = rows.slot >= 0
         error = (output.float() - wanted)[drafts].abs().max() if drafts.any() else torch.tensor(0.0)
@@ -71,6 +72,13 @@ def test_a_share_of_nothing() -> None:
     run(torch.tensor([[[5]]]), [0], [1], group=2, programs=50)
 
 
+@pytest.mark.parametrize("share_tiles", [1, 2, 4])
+def test_a_share_is_never_small(share_tiles: int) -> None:
+    """The last programs then have nothing to do."""
+    counts = torch.randint(1, 1500, (2, 1, 2), generator=torch.Generator().manual_seed(share_tiles))
+    run(counts, [1, 0], [4, 40], programs=20, share_tiles=share_tiles)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_captured_graph_replays_other_rows() -> None:
     """Slots, tails and pages change between replays; the graph, its grid and its buffers do not."""
@@ -80,11 +88,12 @@ def test_a_captured_graph_replays_other_rows() -> None:
     tables = random_tables(counts, tails, 32, 64, HALF, generator)
     slot, tail = (torch.full((8,), value, dtype=torch.int32, device=DEVICE) for value in (-1, 0))
     query = torch.randn(8, 6, 64, generator=generator, device=DEVICE).to(HALF)
-    output, scratch = torch.zeros_like(query), Scratch.of(200, 3, 64, DEVICE)
+    output, scratch = torch.zeros_like(query), Scratch.of(200, 3, 64, DEVICE, share_tiles=0)
+    tokens = torch.arange(8, dtype=torch.int32, device=DEVICE)
 
     def step() -> None:
         starts = segment_starts(tables, slot, tail)
-        attend_arena(query, output, tables, 1, slot, tail, starts, scratch, 0.125)
+        attend_arena(query, output, tables, 1, slot, tail, tokens, starts, scratch, 0.125)
 
     step()
     torch.cuda.synchronize()

@@ -38,4 +38,4 @@ def test_round_trip(programs: int, block_shape: tuple[int, ...]) -> None:
 
 def test_blocks_must_be_whole_pieces() -> None:
     with pytest.raises(ValueError, match="contiguous"):
-        layer_pointers([torch.zeros(4, 2, 8, 16, device=DEVICE).transpose(1, 3)])
+        layer_pointers([torch.zeros(4, 2, 8, 16, device=DEVICE)[:, :, :6]])

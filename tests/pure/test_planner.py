@@ -10,11 +10,11 @@ from tests.pure.planner_world import Engine, Wish
 # -- one round ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "named"), [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize("span", [1, 3, 6])
-def test_a_lone_round_loads_and_verifies_in_the_iterations_it_booked(span: int, depth: int) -> None:
+def test_a_lone_round_loads_and_verifies_in_the_iterations_it_booked(span: int, depth: int, named: bool) -> None:
     """Run-ahead must not make it late: pages are promised to others from the iteration after ``free_after`` on."""
-    engine = Engine(aim=8, depth=depth)
+    engine = Engine(aim=8, depth=depth, named=named)
     engine.add("a", Wish(span=span))
     engine.run()
     booking = engine.booking("a")
@@ -52,6 +52,15 @@ def test_a_lone_request_drafts_in_every_iteration_before_its_verify() -> None:
     assert [t.verifies for t in ticks] == [[]] * 6 + [[("a", 6)]]
     assert engine.state("a") is State.WAITING
     assert engine.run().drafts == ["a"], "the next round starts at once"
+
+
+def test_drafts_that_the_device_knows_need_not_be_named() -> None:
+    """With two steps in flight, a verify row follows the last draft at once, or one later when it must name it."""
+    for named, wanted in ((False, 6), (True, 7)):
+        engine = Engine(aim=6, depth=2, named=named)
+        engine.add("a", Wish(span=3))
+        ticks = [engine.run() for _ in range(9)]
+        assert [i for i, t in enumerate(ticks) if t.verifies == [("a", 6)]] == [wanted]
 
 
 def test_a_request_without_room_for_drafts_verifies_its_pending_token() -> None:

@@ -116,3 +116,20 @@ def test_no_request_waits_for_ever(policy: Policy, depth: int) -> None:
     engine.check()
     assert max(waits) <= 10 * window
     assert all(f.rounds for name, f in engine.requests.items() if name.startswith("r"))
+
+
+def test_the_planner_says_when_a_request_has_waited_for_a_window() -> None:
+    """The engine then keeps pages for rounds that it would have kept for a new request."""
+    engine = Engine(window=8, limits=Limits(10, 5))
+    engine.add("a", Wish(pages=6))
+    for _ in range(8):
+        engine.run()
+        assert not engine.planner.late
+    engine.run()
+    assert engine.planner.late
+    engine.limits = Limits(10, 6)
+    engine.pool = 6
+    engine.run()
+    assert not engine.planner.late, "it has a booking"
+    engine.lent, engine.limits = 6, Limits(10, 5)
+    engine.run_until(lambda: engine.planner.late, 30)

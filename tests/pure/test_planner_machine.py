@@ -24,13 +24,16 @@ class PlannerMachine(RuleBasedStateMachine):
     @initialize(
         lock_step=st.booleans(),
         depth=st.integers(1, 2),
+        named=st.booleans(),
         window=st.integers(4, 14),
         draft_length=st.integers(1, 8),
         verify_tokens=st.integers(2, 24),
     )
-    def start(self, lock_step: bool, depth: int, window: int, draft_length: int, verify_tokens: int) -> None:
+    def start(
+        self, lock_step: bool, depth: int, named: bool, window: int, draft_length: int, verify_tokens: int
+    ) -> None:
         policy = LockStep(min(draft_length, window - 3) + 1) if lock_step else Staggered()
-        self.engine = Engine(policy, window, draft_length, verify_tokens, Limits(LINK, POOL), depth)
+        self.engine = Engine(policy, window, draft_length, verify_tokens, Limits(LINK, POOL), depth, named=named)
         self.added = 0
 
     def _wish(self, chance: Random) -> Wish:

@@ -158,7 +158,7 @@ def test_begin_marks_what_must_not_be_written(world: World) -> None:
     unwritten = world.begin(rows, batch)
     assert unwritten.dtype == torch.int64
     assert unwritten.tolist() == [2, 3, 4, 8]
-    step = world.worker.runtime.step
+    step = world.runtime.step
     assert step is not None
     assert step.num_rows == 6
     assert step.draft_rows.tolist() == [3]
@@ -166,7 +166,7 @@ def test_begin_marks_what_must_not_be_written(world: World) -> None:
     assert step.tail is not None
     assert step.tail.tokens.tolist() == [5, 6, 7, 8]
     assert step.tail.offsets.tolist() == [0, 1, 2, 3]
-    assert [(lo, hi) for lo, hi, _ in world.worker.runtime.observed] == [(2, 5), (9, 11)]
+    assert [(lo, hi) for lo, hi, _ in world.runtime.observed] == [(2, 5), (9, 11)]
 
 
 @pytest.mark.parametrize("rows", [[], [probe(4)]])
@@ -174,15 +174,15 @@ def test_batches_without_slots_have_no_step(world: World, rows: list[Row]) -> No
     unwritten = world.begin(rows, {"x": [0, 1], "p": [7, 8, 9]})
     assert unwritten.tolist() == ([2, 3, 4] if rows else [])
     assert unwritten.dtype == torch.int64
-    assert world.worker.runtime.step is None
-    assert len(world.worker.runtime.observed) == len(rows)
+    assert world.runtime.step is None
+    assert len(world.runtime.observed) == len(rows)
 
 
 def test_nothing_of_a_step_outlives_it(world: World) -> None:
     """A dummy batch after this step must not write into tails."""
     world.step(before=[compress(0)])
     world.begin([DraftRow("a#d", "a", 0, 10), probe(4)], {"a#d": [10], "p": [7, 8, 9]})
-    assert world.worker.runtime.draft_rows is not None
+    assert world.runtime.step is not None
     world.worker.run_after(StepMetadata())
-    assert world.worker.runtime.step is None
-    assert not world.worker.runtime.observed
+    assert world.runtime.step is None
+    assert not world.runtime.observed

@@ -154,7 +154,7 @@ def test_a_pass_can_start_in_a_slot_emptied_in_the_same_step(world: World) -> No
     world.step(before=[compress(2)])
     batch = {"p": [7, 8, 9]}
     metadata = StepMetadata((2,), (probe(2),))
-    world.worker.begin(metadata, list(batch), [0, 3], torch.tensor(batch["p"]))
+    world.worker.match(metadata, list(batch), [0, 3])
     world.show(3)
     world.worker.run_before(metadata)
     world.worker.run_after(metadata)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from compressors import Kept, Shape
 from vericache.draft.arena import DraftArena
-from vericache.draft.runtime import DraftRuntime
+from vericache.draft.runtime import HostRuntime
 from vericache.draft.step import ArenaRow, DraftStep, build_step
 
 SHAPE = Shape(layers=2, kv_heads=2, query_heads=4, head_dim=8)
@@ -139,13 +139,14 @@ def test_any_batch(data: st.DataObject) -> None:
 def test_the_runtime_overwrites_draft_rows_only() -> None:
     """Tails get every slot's K/V, the stock attention's output of other rows stays as it was."""
     arena = arena_with(2)
-    runtime = DraftRuntime(arena)
-    assert runtime.draft_rows is None
+    runtime = HostRuntime(arena)
+    assert runtime.step is None
     assert not runtime.only_drafts
-    step = build_step(arena, [ArenaRow(0, 10, True), ArenaRow(1, 10, False), None], [0, 1, 3, 4], [10, 10, 11, 3])
-    runtime.begin(step, [])
-    assert runtime.draft_rows is not None
-    assert runtime.draft_rows.tolist() == [0]
+    runtime.begin([ArenaRow(0, 10, True), ArenaRow(1, 10, False), None], [0, 1, 3, 4], [10, 10, 11, 3], [])
+    step = runtime.step
+    assert step is not None
+    assert step.work is not None
+    assert step.draft_rows.tolist() == [0]
     assert not runtime.only_drafts
     rng = torch.Generator().manual_seed(5)
     key, value = torch.randn(2, 4, 2, 8, generator=rng)
@@ -166,14 +167,13 @@ def test_the_runtime_overwrites_draft_rows_only() -> None:
 def test_a_batch_of_drafts_only_is_recognised() -> None:
     """The stock attention may be skipped then, and only then."""
     arena = arena_with(2)
-    runtime = DraftRuntime(arena)
+    runtime = HostRuntime(arena)
     drafts = [ArenaRow(0, 10, True), ArenaRow(1, 10, True)]
-    runtime.begin(build_step(arena, drafts, [0, 1, 2], [10, 10]), [])
+    runtime.begin(drafts, [0, 1, 2], [10, 10], [])
     assert runtime.only_drafts
-    runtime.begin(build_step(arena, [*drafts, None], [0, 1, 2, 3], [11, 11, 0]), [])
+    runtime.begin([*drafts, None], [0, 1, 2, 3], [11, 11, 0], [])
     assert not runtime.only_drafts
-    runtime.begin(build_step(arena, [ArenaRow(0, 10, False), None], [0, 1, 2], [12, 0]), [])
-    assert runtime.draft_rows is None
+    runtime.begin([ArenaRow(0, 10, False), None], [0, 1, 2], [12, 0], [])
     assert not runtime.only_drafts
-    runtime.begin(None, [])
-    assert runtime.draft_rows is None
+    runtime.end()
+    assert runtime.step is None

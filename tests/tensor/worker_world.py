@@ -7,11 +7,12 @@ from torch import Tensor
 
 from compressors import Kept, MethodSpec, Shape
 from vericache.draft.arena import DraftArena
+from vericache.draft.runtime import HostRuntime
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.ops import Compress, Op, ProbeRow, Row, StepMetadata, StepReport
 from vericache.errors import TransferError
 from vericache.store.host import HostStore
-from vericache.store.transfer import CpuCopyEngine, Direction, Ticket
+from vericache.store.transfer import Copied, CpuCopyEngine, Direction
 
 SHAPE = Shape(layers=2, kv_heads=2, query_heads=4, head_dim=8)
 BLOCK, BLOCKS, PAGES = 4, 12, 10  # tokens of a block, device blocks, host pages
@@ -40,7 +41,7 @@ class FlakyCopies(CpuCopyEngine):
         self.bad_pages: set[int] = set()
         self.log: list[tuple[Direction, list[int], list[int]]] = []
 
-    def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Ticket:
+    def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Copied:
         self.log.append((direction, list(blocks), list(pages)))
         if self.bad_pages & set(pages):
             raise TransferError("the host page is gone")
@@ -58,7 +59,8 @@ class World:
         self.copies = FlakyCopies(self.caches, self.store)
         self.arena = DraftArena(SHAPE, arena_pages, PT, torch.float32)
         self.layout = PlainLayout()
-        self.worker = KVWorker(SHAPE, self.arena, self.layout, self.caches, self.copies)
+        self.runtime = HostRuntime(self.arena)
+        self.worker = KVWorker(SHAPE, self.runtime, self.layout, self.caches, self.copies)
 
     def step(self, before: Sequence[Op] = (), after: Sequence[Op] = (), drops: Sequence[int] = ()) -> StepReport:
         metadata = StepMetadata(tuple(drops), (), tuple(before), tuple(after))
@@ -67,12 +69,17 @@ class World:
         return self.worker.take_report()
 
     def begin(self, rows: Sequence[Row], batch: dict[str, list[int]], drops: Sequence[int] = ()) -> Tensor:
-        """``batch``: positions of every row's tokens, in row order."""
+        """``batch``: positions of every row's tokens, in row order. Returns the tokens whose K/V stay unwritten."""
         starts = [0]
         for positions in batch.values():
             starts.append(starts[-1] + len(positions))
         metadata = StepMetadata(tuple(drops), tuple(rows))
-        return self.worker.begin(metadata, list(batch), starts, torch.tensor([p for ps in batch.values() for p in ps]))
+        found = self.worker.match(metadata, list(batch), starts)
+        self.runtime.begin(found.slots, starts, [p for ps in batch.values() for p in ps], found.observed)
+        return torch.tensor(
+            [t for lo, hi, u in zip(starts, starts[1:], found.unwritten, strict=False) if u for t in range(lo, hi)],
+            dtype=torch.int64,
+        )
 
     def show(self, tokens: int, seed: int = 5) -> None:
         """Every layer's forward of a batch of ``tokens`` tokens, as the attention backend reports it."""

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from compressors import Kept, Shape
+from vericache.device import to_device
 from vericache.draft.attention import attend_pages
+from vericache.draft.tables import ArenaTables
 from vericache.errors import ArenaFullError
 
 # layer -> keys and values of the context, each [H, n, D]
@@ -81,12 +83,25 @@ class PagePool:
 
 
 class DraftArena:
-    """All compressed KV of a worker. Not thread-safe; used by the model runner's thread only."""
+    """All compressed KV of a worker. Not thread-safe; used by the model runner's thread only.
 
-    def __init__(self, shape: Shape, num_pages: int, page_tokens: int, dtype: torch.dtype) -> None:
+    Which page belongs to whom is known in host memory. ``tables`` is a copy of it on the device, for kernels that find
+    a row's pages themselves (``with_tables``).
+    """
+
+    def __init__(
+        self, shape: Shape, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.shape, self.page_tokens = shape, page_tokens
-        self.pool = PagePool(torch.zeros(num_pages, 2, page_tokens, shape.head_dim, dtype=dtype))
+        self.pool = PagePool(torch.zeros(num_pages, 2, page_tokens, shape.head_dim, dtype=dtype, device=device))
         self.slots: dict[int, Slot] = {}
+        self.tables: ArenaTables | None = None
+
+    def with_tables(self, slots: int, max_tokens: int) -> ArenaTables:
+        """Keep device tables for ``slots`` slots of up to ``max_tokens`` tokens; before any slot is filled."""
+        assert not self.slots
+        self.tables = ArenaTables.empty(self.pool.data, slots, self.shape, max_tokens)
+        return self.tables
 
     # -- contents ------------------------------------------------------------------------------------
 
@@ -97,24 +112,30 @@ class DraftArena:
             ArenaFullError: the slot is empty afterwards, nothing else has changed.
         """
         self.drop(slot)
+        kept = Kept(kept.counts.cpu(), kept.positions)  # waits for the scores
         need = pages_per_head(kept.counts, self.page_tokens)
         pages = self.pool.take(int(need.sum()))
         try:
-            self._copy(kept, need, pages.long(), read)
+            self._copy(kept, need, pages, read)
         except BaseException:
             self.pool.release(pages)
             raise
         no_tail = torch.empty(0, self.shape.layers, self.shape.kv_heads, dtype=torch.int32)
         self.slots[slot] = Slot(kept.counts.int(), pages, no_tail)
+        if self.tables is not None:
+            self.tables.fill(slot, kept.counts, need, pages)
         return len(pages)
 
     def _copy(self, kept: Kept, need: Tensor, pages: Tensor, read: ReadLayer) -> None:
-        heads, pt = self.shape.kv_heads, self.page_tokens
-        first_page = need.flatten().cumsum(0) - need.flatten()
-        for layer in range(self.shape.layers):
-            counts, positions = kept.counts[layer], kept.layer(layer)
-            head = torch.repeat_interleave(torch.arange(heads), counts)
-            rank = torch.arange(len(positions)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        heads, pt, device = self.shape.kv_heads, self.page_tokens, self.pool.data.device
+        totals = kept.counts.sum(1).tolist()
+        first_page = to_device(need.flatten().cumsum(0) - need.flatten(), device)
+        pages, every = to_device(pages.long(), device), to_device(kept.counts, device)
+        for layer, total in enumerate(totals):
+            counts, positions = every[layer], kept.layer(layer)
+            head = torch.repeat_interleave(torch.arange(heads, device=device), counts, output_size=total)
+            before = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=total)
+            rank = torch.arange(total, device=device) - before
             page = pages[first_page[layer * heads + head] + rank // pt]
             keys, values = read(layer)
             self.pool.data[page, 0, rank % pt] = keys[head, positions].to(self.pool.data.dtype)
@@ -133,7 +154,11 @@ class DraftArena:
         missing = -(-tokens // self.page_tokens) - len(held.tail)
         if missing > 0:
             strips = self.pool.take(missing * self.shape.layers * self.shape.kv_heads)
-            held.tail = torch.cat([held.tail, strips.view(missing, self.shape.layers, self.shape.kv_heads)])
+            strips = strips.view(missing, self.shape.layers, self.shape.kv_heads)
+            if self.tables is not None:
+                kept_pages = pages_per_head(held.counts, self.page_tokens)
+                self.tables.append(slot, kept_pages + len(held.tail), strips)
+            held.tail = torch.cat([held.tail, strips])
 
     @property
     def bytes_held(self) -> int:

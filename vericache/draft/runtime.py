@@ -1,12 +1,14 @@
 """The worker's draft state as the attention backend sees it: the arena, this step's rows, a running scoring pass."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from vericache.draft.arena import DraftArena
-from vericache.draft.step import DraftStep
+from vericache.draft.step import ArenaRow, DraftStep, build_step
 
 
 class Observer(Protocol):
@@ -16,42 +18,80 @@ class Observer(Protocol):
         """``query [T, Hq, D]`` and ``key [T, H, D]`` of the row, post-RoPE; ``cache`` is the layer's KV cache."""
 
 
+Observed = list[tuple[int, int, Observer]]  # (first token, end token, observer)
+
+
 @dataclass
 class DraftRuntime:
-    """Shared by all attention layers of a worker; ``begin`` is called once per step before the forward pass."""
+    """Shared by all attention layers of a worker, prepared once per step before the forward pass. A subclass says how
+    draft rows are resolved and attended."""
 
     arena: DraftArena
-    step: DraftStep | None = None
-    observed: list[tuple[int, int, Observer]] = field(default_factory=list)  # (first token, end token, observer)
+    observed: Observed = field(default_factory=list)
 
-    def begin(self, step: DraftStep | None, observed: list[tuple[int, int, Observer]]) -> None:
-        self.step, self.observed = step, observed
-
-    @property
-    def draft_rows(self) -> Tensor | None:
-        """The batch's draft rows, int64 ``[R]``; None when there are none."""
-        return self.step.draft_rows if self.step is not None and self.step.work is not None else None
+    def end(self) -> None:
+        """The step is over."""
+        self.observed = []
 
     @property
     def only_drafts(self) -> bool:
         """No row of this batch reads vLLM's pages."""
-        return self.step is not None and len(self.step.draft_rows) == self.step.num_rows
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Refresh the tails with this batch's K/V, ``[T, H, D]``."""
-        if self.step is not None and self.step.tail is not None:
-            self.arena.write_tail(layer, self.step.tail, key, value)
+        return False
 
     def observe(self, layer: int, query: Tensor, key: Tensor, cache: Tensor, scale: float) -> None:
         for lo, hi, observer in self.observed:
             observer.observe(layer, query[lo:hi], key[lo:hi], cache, scale)
 
+    def without_draft_keys(self, metadata: Any) -> Any:
+        """vLLM's ``CommonAttentionMetadata`` with sequence length 0 at draft rows: the stock kernel may then run over
+        all rows, and its other rows are bitwise those of a batch without draft rows."""
+        raise NotImplementedError
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Refresh the tails with this batch's K/V, ``[T, H, D]``."""
+        raise NotImplementedError
+
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
         """Overwrite the draft rows of ``output``; ``query`` and ``output`` are ``[T, Hq, D]``."""
-        assert self.step is not None
-        assert self.step.work is not None
-        tokens = self.step.draft_tokens
-        output[tokens] = self.arena.attend(layer, self.step.work, query[tokens], scale).to(output.dtype)
+        raise NotImplementedError
+
+
+@dataclass
+class HostRuntime(DraftRuntime):
+    """Rows resolved in host memory, attention in torch: vLLM's V1 runner on the CPU."""
+
+    step: DraftStep | None = None
+
+    def begin(
+        self, rows: Sequence[ArenaRow | None], query_start: Sequence[int], positions: Sequence[int], observed: Observed
+    ) -> None:
+        """``rows`` in batch order, ``query_start`` one longer, ``positions`` of every token."""
+        self.step = build_step(self.arena, rows, query_start, positions) if any(rows) else None
+        self.observed = observed
+
+    def end(self) -> None:
+        super().end()
+        self.step = None
+
+    @property
+    def only_drafts(self) -> bool:
+        return self.step is not None and len(self.step.draft_rows) == self.step.num_rows
+
+    def without_draft_keys(self, metadata: Any) -> Any:
+        if self.step is None or self.step.work is None:
+            return metadata
+        seq_lens = metadata.seq_lens.clone()
+        seq_lens[self.step.draft_rows] = 0
+        return dataclasses.replace(metadata, seq_lens=seq_lens)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        if self.step is not None and self.step.tail is not None:
+            self.arena.write_tail(layer, self.step.tail, key, value)
+
+    def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
+        if self.step is not None and self.step.work is not None:
+            tokens = self.step.draft_tokens
+            output[tokens] = self.arena.attend(layer, self.step.work, query[tokens], scale).to(output.dtype)
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,17 @@ class ScoringRow:
 
 
 class ScoringPass:
-    """The compressor of one slot between its first probe and its compression, and the first exception it raised."""
+    """The compressor of one slot between its first probe and its compression, and the first exception it raised.
+    Methods name no device: what they create is on the KV caches' ``device``."""
 
-    def __init__(self, spec: MethodSpec, shape: Shape, context: int) -> None:
+    def __init__(self, spec: MethodSpec, shape: Shape, context: int, device: torch.device) -> None:
         self.error: Exception | None = None
         self.rows = 0
+        self._device = device
         self._compressor: Compressor | None = None
         try:
-            self._compressor = create(spec, shape, context)
+            with device:
+                self._compressor = create(spec, shape, context)
         except Exception as error:  # noqa: BLE001 a compressor is third-party code; the request falls back
             self.error = error
 
@@ -45,7 +48,8 @@ class ScoringPass:
         """Nothing runs after the first exception."""
         if self.error is None and self._compressor is not None:
             try:
-                return action(self._compressor)
+                with self._device:
+                    return action(self._compressor)
             except Exception as error:  # noqa: BLE001 as above
                 self.error = error
         return None
@@ -56,11 +60,12 @@ class CompressionWorker:
 
     def __init__(self, arena: DraftArena, shape: Shape, layout: PageLayout, caches: list[Tensor]) -> None:
         self._arena, self._shape, self._layout, self._caches = arena, shape, layout, caches
+        self._device = caches[0].device
         self._passes: dict[int, ScoringPass] = {}
 
     def scoring_row(self, row: ProbeRow) -> ScoringRow:
         if row.index == 0:
-            self._passes[row.slot] = ScoringPass(row.spec, self._shape, row.context)
+            self._passes[row.slot] = ScoringPass(row.spec, self._shape, row.context, self._device)
         pass_ = self._passes[row.slot]
         pass_.rows += 1
         return ScoringRow(pass_, row.index, row.blocks, self._layout)
@@ -71,7 +76,7 @@ class CompressionWorker:
         Raises:
             CompressionError: the method raised while scoring or selecting; the slot is empty.
         """
-        pass_ = self._passes.pop(op.slot, None) or ScoringPass(op.spec, self._shape, op.context)
+        pass_ = self._passes.pop(op.slot, None) or ScoringPass(op.spec, self._shape, op.context, self._device)
         if pass_.rows != op.probes and pass_.error is None:
             pass_.error = CompressionError(f"{pass_.rows} scoring rows were seen, expected {op.probes}")
         kept = pass_.run(lambda compressor: compressor.select())
@@ -79,7 +84,7 @@ class CompressionWorker:
             self._arena.drop(op.slot)
             error = pass_.error
             raise CompressionError(f"compressor {op.spec.name!r} failed: {type(error).__name__}: {error}") from error
-        everything = torch.arange(op.context)
+        everything = torch.arange(op.context, device=self._device)
         return self._arena.put(op.slot, kept, lambda i: self._layout.read(self._caches[i], op.blocks, everything))
 
     def drop(self, slot: int) -> None:

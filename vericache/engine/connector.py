@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -116,3 +117,11 @@ def report_of(output: KVConnectorOutput | None) -> StepReport:
     """The workers' combined report of one step; empty when there is none."""
     report = output.kv_connector_worker_meta if output is not None else None
     return report if isinstance(report, StepReport) else StepReport()
+
+
+def kv_worker() -> KVWorker | None:
+    """This process's worker; None in mode off and outside an engine."""
+    if not has_kv_transfer_group():
+        return None
+    connector: Any = get_kv_transfer_group()
+    return connector.worker if isinstance(connector, VeriCacheConnector) else None

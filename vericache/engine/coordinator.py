@@ -23,12 +23,14 @@ from vericache.engine.eligibility import POOLS_FULL, Reason, end_tokens, residen
 from vericache.engine.grammar import Grammars
 from vericache.engine.needs import RoundNeeds
 from vericache.engine.observe import EngineStats
-from vericache.engine.ops import Compress, DraftRow, Load, Offload, ProbeRow, StepReport, VerifyRow, WriteBack
+from vericache.engine.ops import MEASURED, Compress, DraftRow, Load, Offload, ProbeRow, StepReport, VerifyRow, WriteBack
 from vericache.engine.plan import Bounds, Draft, Probing, StepPlan, Verify
 from vericache.engine.reservations import Reservations
 from vericache.engine.settings import MemoryPlan
 from vericache.errors import RequestError
 from vericache.request_options import RequestSettings
+
+UNKNOWN = -1  # stands for a draft in a verify row
 
 
 class Coordinator:
@@ -50,6 +52,7 @@ class Coordinator:
         self.stats = EngineStats()
         self._past: dict[str, Detached] = {}  # records of requests that became plain rows again
         self._emptied: list[int] = []  # slots whose pages the workers can free
+        self._ended: list[str] = []
         self._forgotten: list[str] = []
         self.configure(settings)
 
@@ -126,8 +129,8 @@ class Coordinator:
 
     def step(self, running: Iterable[Request], head_blocks: int) -> StepPlan:
         """Decide one iteration. ``head_blocks``: blocks the first waiting request needs to be admitted."""
-        out = StepPlan(drops=self._emptied, forget=self._forgotten)
-        self._emptied, self._forgotten = [], []
+        out = StepPlan(drops=self._emptied, ended=self._ended, forget=self._forgotten)
+        self._emptied, self._ended, self._forgotten = [], [], []
         for record in list(self.records.values()):
             state = self.planner.tracks[record.request_id].state
             if state is State.DEMOTING and not record.settling:
@@ -135,7 +138,9 @@ class Coordinator:
             elif state is State.WAITING and not self._fits_host(record):
                 out.recompute.append(record)
                 self.abandon(record, "host_store_full")
-        limits = Limits(self.throughput.iteration_ns, self._transient_pages(running, head_blocks))
+        # Requests that are being served go before new ones, once they have waited long enough.
+        reserved = 0 if self.planner.late else head_blocks
+        limits = Limits(self.throughput.iteration_ns, self._transient_pages(running, reserved))
         tick = self.planner.tick(self._needs, limits)
         for request_id in tick.loads:
             record = self.records[request_id]
@@ -167,7 +172,8 @@ class Coordinator:
                 (out.recompute if record.anew else out.rejoin).append(record)
                 self.abandon(record, "scoring_too_long")
                 return
-            if out.probe_tokens + len(probe.tokens) > self._scoring_room:
+            full = len(out.probes) >= self.bounds.scoring_rows
+            if full or out.probe_tokens + len(probe.tokens) > self._scoring_room:
                 return  # another request's scoring row fills this step
             record.probes_sent += 1
             row = ProbeRow(
@@ -195,14 +201,17 @@ class Coordinator:
         assert round_ is not None
         before = round_.issued - 1
         if before == 0:
-            record.shadow_id, record.drafts = record.row_id(f"draft{len(record.rounds)}"), []
+            own = self.bounds.own_rows
+            record.shadow_id = record.request_id if own else record.row_id(f"draft{len(record.rounds)}")
+            record.drafts = []
         assert record.shadow_id is not None
         row = DraftRow(record.shadow_id, record.request_id, record.slot, record.base)
         out.drafts.append(Draft(record, row, record.context + before, before))
         record.drafted_at = monotonic()
 
     def _verify(self, record: Detached, count: int, out: StepPlan) -> None:
-        context, drafts = record.context, record.drafts[:count]
+        # Not all of them need be known: where a row keeps its state, the device has them.
+        context, drafts = record.context, [*record.drafts, *[UNKNOWN] * (count - len(record.drafts))][:count]
         if drafts:
             self.stats.telemetry.sample("vericache_verify_wait_seconds", monotonic() - record.drafted_at)
         out.verifies.append(Verify(record, VerifyRow(record.request_id, record.slot, record.base), context, drafts))
@@ -212,7 +221,7 @@ class Coordinator:
         self._retire_shadow(record, out.forget)
 
     def _retire_shadow(self, record: Detached, where: list[str]) -> None:
-        if record.shadow_id is not None:
+        if record.shadow_id is not None and not self.bounds.own_rows:
             where.append(record.shadow_id)
         record.shadow_id, record.drafts = None, []
         self.grammars.rewind(record)
@@ -245,7 +254,8 @@ class Coordinator:
         """Take in what the workers sampled for our rows, before vLLM processes the output."""
         self.stats.digest(report)
         for transfer in report.transfers:
-            self.throughput.transferred(transfer.num_bytes, transfer.seconds)
+            if transfer.op in (Load.__name__, MEASURED):
+                self.throughput.transferred(transfer.num_bytes, transfer.seconds)
         for draft in plan.drafts:
             record = draft.record
             if record.shadow_id == draft.row.row_id and self._is_live(record):
@@ -361,4 +371,5 @@ class Coordinator:
     def _release(self, record: Detached) -> None:
         self._retire_shadow(record, self._forgotten)
         self._emptied.append(record.slot)
+        self._ended.append(record.request_id)
         self.reserved.close(record)

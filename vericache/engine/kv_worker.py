@@ -2,16 +2,16 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from compressors import Shape
-from vericache.draft.arena import DraftArena
-from vericache.draft.runtime import DraftRuntime, Observer
-from vericache.draft.step import ArenaRow, build_step
+from vericache.draft.runtime import DraftRuntime, Observed
+from vericache.draft.step import ArenaRow
 from vericache.engine.compression import CompressionWorker
 from vericache.engine.ops import (
+    MEASURED,
     Compress,
     DraftRow,
     Failure,
@@ -26,69 +26,79 @@ from vericache.engine.ops import (
     WriteBack,
 )
 from vericache.engine.pages import PageLayout
-from vericache.store.transfer import CopyEngine, Direction
+from vericache.store.transfer import CopyEngine, Direction, Ticket
 
 logger = logging.getLogger("vllm.vericache")
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """This step's rows in batch order: which belong to an arena slot, whose K/V vLLM's pages must not get (draft rows
+    own none, replayed probes own theirs already), and the scoring rows' token ranges."""
+
+    slots: list[ArenaRow | None]
+    unwritten: list[bool]
+    observed: Observed
 
 
 class KVWorker:
     """Owns the worker's arena and copies; holds no request state. One ``StepReport`` per step."""
 
     def __init__(
-        self, shape: Shape, arena: DraftArena, layout: PageLayout, caches: list[Tensor], copies: CopyEngine
+        self, shape: Shape, runtime: DraftRuntime, layout: PageLayout, caches: list[Tensor], copies: CopyEngine
     ) -> None:
-        self.arena, self.copies = arena, copies
-        self.runtime = DraftRuntime(arena)
-        self.compression = CompressionWorker(arena, shape, layout, caches)
+        self.runtime, self.arena, self.copies = runtime, runtime.arena, copies
+        self.compression = CompressionWorker(self.arena, shape, layout, caches)
         self._report = StepReport()
-        self._emptied_for: StepMetadata | None = None
+        self._started: StepMetadata | None = None
         self._lost: set[str] = set()  # requests whose reload failed in this step
+        self._loads: dict[str, Ticket] = {}  # reloads that no verify row has waited for
+        measured = copies.measure()
+        self._running = [(MEASURED, measured)] if measured is not None else []  # copies not yet reported
 
     # -- before the forward pass, from the runner ----------------------------------------------------
 
-    def begin(
-        self, metadata: StepMetadata, req_ids: Sequence[str], query_start: Sequence[int], positions: Tensor
-    ) -> Tensor:
-        """Resolve this batch; called before ``run_before`` in steps that have rows.
+    def start(self, metadata: StepMetadata) -> None:
+        """Once per step, before anything else of it: what ended requests held may be used again from here on."""
+        if self._started is metadata:
+            return
+        self._started = metadata
+        self.copies.fence()
+        for request_id in metadata.ended:
+            if (ticket := self._loads.pop(request_id, None)) is not None:
+                self.copies.wait(ticket)
+        for slot in metadata.drops:
+            self.compression.drop(slot)
 
-        Returns int64 token indices whose K/V must not be written to vLLM's pages: draft rows own none, replayed
-        probes own theirs already.
-        """
-        self._empty_slots(metadata)
+    def match(self, metadata: StepMetadata, req_ids: Sequence[str], query_start: Sequence[int]) -> BatchRows:
+        """Find the typed rows in a batch; called before ``run_before`` in steps that have rows."""
+        self.start(metadata)
         by_id = {row.row_id: row for row in metadata.rows}
-        entries: list[ArenaRow | None] = []
-        observed: list[tuple[int, int, Observer]] = []
-        unwritten: list[int] = []
+        found = BatchRows([], [], [])
         for index, req_id in enumerate(req_ids):
             row = by_id.get(req_id)
-            lo, hi = query_start[index], query_start[index + 1]
             if isinstance(row, ProbeRow):
-                observed.append((lo, hi, self.compression.scoring_row(row)))
+                lo, hi = query_start[index], query_start[index + 1]
+                found.observed.append((lo, hi, self.compression.scoring_row(row)))
             is_draft = isinstance(row, DraftRow)
-            if is_draft or (isinstance(row, ProbeRow) and row.replay):
-                unwritten.extend(range(lo, hi))
-            entries.append(ArenaRow(row.slot, row.base, is_draft) if isinstance(row, DraftRow | VerifyRow) else None)
-        step = build_step(self.arena, entries, query_start, positions.tolist()) if any(entries) else None
-        self.runtime.begin(step, observed)
-        return torch.tensor(unwritten, dtype=torch.int64)
+            found.unwritten.append(is_draft or (isinstance(row, ProbeRow) and row.replay))
+            in_slot = row if isinstance(row, DraftRow | VerifyRow) else None
+            found.slots.append(ArenaRow(in_slot.slot, in_slot.base, is_draft) if in_slot is not None else None)
+        return found
 
     # -- operations, from the connector ----------------------------------------------------------------
 
     def run_before(self, metadata: StepMetadata) -> None:
-        self._empty_slots(metadata)
+        self.start(metadata)
         self._lost.clear()
         for op in metadata.before:
             self._run(op)
-
-    def _empty_slots(self, metadata: StepMetadata) -> None:
-        """Once per step, before anything else of it: ``begin`` may already start a new pass in an emptied slot."""
-        if self._emptied_for is not metadata:
-            self._emptied_for = metadata
-            for slot in metadata.drops:
-                self.compression.drop(slot)
+        for row in metadata.rows:
+            if isinstance(row, VerifyRow) and (ticket := self._loads.pop(row.row_id, None)) is not None:
+                self.copies.wait(ticket)
 
     def run_after(self, metadata: StepMetadata) -> None:
-        self.runtime.begin(None, [])
+        self.runtime.end()
         for op in metadata.after:
             # After a failed reload the blocks hold no KV: the host copy must not be overwritten with them.
             if not (isinstance(op, WriteBack) and op.request_id in self._lost):
@@ -97,6 +107,12 @@ class KVWorker:
     def take_report(self) -> StepReport:
         report, self._report = self._report, StepReport()
         report.arena_bytes = self.arena.bytes_held
+        running, self._running = self._running, []
+        for op, ticket in running:
+            if (seconds := ticket.seconds) is None:
+                self._running.append((op, ticket))
+            else:
+                report.transfers.append(Transfer(op, ticket.num_bytes, seconds))
         return report
 
     def _run(self, op: Op) -> None:
@@ -118,5 +134,6 @@ class KVWorker:
 
     def _copy(self, op: Offload | WriteBack | Load, direction: Direction) -> None:
         ticket = self.copies.submit(direction, op.blocks, op.pages)
-        self.copies.wait(ticket)
-        self._report.transfers.append(Transfer(type(op).__name__, ticket.num_bytes, ticket.seconds))
+        self._running.append((type(op).__name__, ticket))
+        if isinstance(op, Load):
+            self._loads[op.request_id] = ticket

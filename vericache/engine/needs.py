@@ -44,11 +44,12 @@ class RoundNeeds:
     def demand(self, request_id: str, anchor: int) -> Demand:
         request = self.records[request_id].request
         hold = self.bounds.depth - 1
+        named = not self.bounds.own_rows or request.use_structured_output  # the verify row's drafts must be known
         num_bytes = self.plan.blocks_for(request.num_computed_tokens) * self.plan.block_bytes
         bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
         span, link_ns = reload_span(num_bytes, bandwidth, iteration, self.planner.rings.window - hold)
         pages = self.plan.blocks_for(request.num_tokens + self.draft_limit(request_id))
-        return Demand(anchor, span, link_ns, pages, hold)
+        return Demand(anchor, span, link_ns, pages, hold, named)
 
     def take_pages(self, request_id: str) -> bool:
         record, round_ = self.records[request_id], self.planner.tracks[request_id].round

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler.lifecycle import State
 from vericache.engine.metrics import Stats, Telemetry
-from vericache.engine.ops import Load, StepReport
+from vericache.engine.ops import MEASURED, Load, StepReport
 
 if TYPE_CHECKING:
     from vericache.engine.coordinator import Coordinator
@@ -47,6 +47,8 @@ class EngineStats:
     def digest(self, report: StepReport) -> None:
         self.arena_bytes = report.arena_bytes
         for transfer in report.transfers:
+            if transfer.op == MEASURED:
+                continue
             self.moved[transfer.op] += transfer.num_bytes
             self.seconds[transfer.op] += transfer.seconds
             direction = "to_device" if transfer.op == Load.__name__ else "to_host"

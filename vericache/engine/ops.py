@@ -98,6 +98,12 @@ class StepMetadata(KVConnectorMetadata):
     rows: tuple[Row, ...] = ()
     before: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
+    ended: tuple[str, ...] = ()  # requests that left a round: a reload under way must land before its blocks are reused
+
+    @property
+    def needs_start(self) -> bool:
+        """Something must happen before the forward pass."""
+        return bool(self.drops or self.ended or self.before or any(isinstance(r, VerifyRow) for r in self.rows))
 
 
 @dataclass(frozen=True)
@@ -109,9 +115,13 @@ class Failure:
     message: str
 
 
+MEASURED = "Measured"  # a Transfer that served nothing but to measure the link at the start
+
+
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes moved by one kind of operation in one step, and the time it took (seconds)."""
+    """Bytes moved by one kind of operation, and the time it took (seconds). ``op`` is the operation's class name, or
+    ``MEASURED``."""
 
     op: str
     num_bytes: int

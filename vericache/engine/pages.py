@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
+from vericache.device import to_device
+
 
 class PageLayout(Protocol):
     """Reads tokens from one layer's KV cache."""
@@ -16,6 +18,22 @@ class PageLayout(Protocol):
 
     def read_keys(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
         """Keys only, ``[H, m, D]``."""
+
+
+class SideBySideLayout:
+    """Pages of vLLM's GPU backends (FLASH_ATTN, TRITON_ATTN): ``[blocks, H, block, 2 * D]``, a token's key and value
+    next to each other."""
+
+    def __init__(self, block_size: int, head_dim: int) -> None:
+        self.block_size, self.head_dim = block_size, head_dim
+
+    def read(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor]:
+        block = to_device(torch.tensor(blocks, dtype=torch.int64, device="cpu"), cache.device)
+        rows = cache[block[positions // self.block_size], :, positions % self.block_size].transpose(0, 1)
+        return rows[..., : self.head_dim], rows[..., self.head_dim :]
+
+    def read_keys(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
+        return self.read(cache, blocks, positions)[0]
 
 
 class CpuPageLayout:

@@ -8,12 +8,15 @@ from vericache.engine.ops import DraftRow, Op, ProbeRow, VerifyRow
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of the engine: context length, batch rows, tokens per step, steps in flight."""
+    """Limits of the engine: context length, requests at once, tokens per step, steps in flight, scoring rows per step;
+    and whether a request's draft rows are its own batch row, as vLLM's V2 runner wants it."""
 
     max_model_len: int
     seats: int
     step_tokens: int
     depth: int
+    scoring_rows: int
+    own_rows: bool
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class StepPlan:
     probes: list[Probing] = field(default_factory=list)
     settling: list[Detached] = field(default_factory=list)  # compressions issued in this step
     drops: list[int] = field(default_factory=list)  # arena slots to empty
+    ended: list[str] = field(default_factory=list)  # requests that ended, or became plain rows, since the last step
     before: list[Op] = field(default_factory=list)
     after: list[Op] = field(default_factory=list)
     forget: list[str] = field(default_factory=list)  # row ids the workers can drop before this step

@@ -41,7 +41,7 @@ def add_new_row(
 
 
 def add_draft_row(so: SchedulerOutput, row_id: str, computed: int, drafted: int) -> None:
-    """The next token of a draft row the worker knows; ``drafted`` tokens of it exist."""
+    """The next token of a row the worker knows; ``drafted`` drafts of the round exist."""
     cached = so.scheduled_cached_reqs
     cached.req_ids.append(row_id)
     cached.new_block_ids.append(None)
@@ -50,15 +50,18 @@ def add_draft_row(so: SchedulerOutput, row_id: str, computed: int, drafted: int)
     _count(so, row_id, 1)
 
 
-def add_verify_row(so: SchedulerOutput, request: Request, blocks: Sequence[int], drafts: list[int]) -> None:
-    """The request's own row over reloaded blocks. ``resumed`` makes the V1 runner replace its block table
-    (``GPUModelRunner._update_states``)."""
+def add_verify_row(
+    so: SchedulerOutput, request: Request, blocks: Sequence[int], drafts: list[int], with_tokens: bool
+) -> None:
+    """The request's own row over reloaded blocks. ``resumed`` makes the runner replace its block table: V1 by itself
+    (``GPUModelRunner._update_states``, which wants all tokens again), V2 in our ``update_requests``."""
     cached = so.scheduled_cached_reqs
     request_id = request.request_id
     cached.req_ids.append(request_id)
     cached.resumed_req_ids.add(request_id)
     cached.new_block_ids.append((list(blocks),))
-    cached.all_token_ids[request_id] = request.all_token_ids.copy()
+    if with_tokens:
+        cached.all_token_ids[request_id] = request.all_token_ids.copy()
     cached.num_computed_tokens.append(request.num_computed_tokens)
     cached.num_output_tokens.append(request.num_output_tokens + request.num_output_placeholders)
     if drafts:

@@ -4,19 +4,16 @@ Overrides ``GPUModelRunner._prepare_inputs`` (slot mappings, spec-decode metadat
 ``speculative_config`` stays None: with it vLLM would size every buffer and graph for 1 + x tokens per row.
 """
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vericache.engine.connector import VeriCacheConnector
-from vericache.engine.kv_worker import KVWorker
+from vericache.draft.runtime import HostRuntime
+from vericache.engine.connector import kv_worker
 from vericache.engine.ops import DraftRow, StepMetadata
 from vericache.engine.sampling import RequestRow, sample
 
@@ -34,13 +31,19 @@ class VeriCacheModelRunner(CPUModelRunner):
         logits_indices, spec_metadata, width = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         metadata = scheduler_output.kv_connector_metadata
         ends = np.cumsum(num_scheduled_tokens, dtype=np.int32)
-        worker = _kv_worker()
+        worker = kv_worker()
         if worker is not None and isinstance(metadata, StepMetadata):
             batch = self.input_batch
             positions = self.positions[: int(ends[-1])]
-            unwritten = worker.begin(metadata, batch.req_ids, [0, *ends.tolist()], positions)
+            starts = [0, *ends.tolist()]
+            found = worker.match(metadata, batch.req_ids, starts)
+            assert isinstance(worker.runtime, HostRuntime)
+            worker.runtime.begin(found.slots, starts, positions.tolist(), found.observed)
             # Draft rows own no block, but their block-table row can hold a former owner's ids.
-            batch.block_table[0].slot_mapping.gpu[unwritten] = PAD_SLOT_ID
+            slot_mapping = batch.block_table[0].slot_mapping.gpu
+            for lo, hi, skipped in zip(starts, starts[1:], found.unwritten, strict=False):
+                if skipped:
+                    slot_mapping[lo:hi] = PAD_SLOT_ID
             self._parents = {row.row_id: row.parent_id for row in metadata.rows if isinstance(row, DraftRow)}
             drafts = scheduler_output.scheduled_spec_decode_tokens
             if drafts:
@@ -73,10 +76,3 @@ class VeriCacheModelRunner(CPUModelRunner):
         parent = self.requests[parent_id]
         history = [*parent.output_token_ids, *state.output_token_ids]
         return RequestRow(parent.sampling_params, parent.prompt_token_ids or (), history, is_draft=True)
-
-
-def _kv_worker() -> KVWorker | None:
-    if not has_kv_transfer_group():
-        return None
-    connector: Any = get_kv_transfer_group()
-    return connector.worker if isinstance(connector, VeriCacheConnector) else None

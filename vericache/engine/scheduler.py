@@ -1,14 +1,16 @@
 """vLLM's scheduler with draft-and-verify rounds: the seam between vLLM's loop and the coordinator.
 
 Relies on ``Scheduler.schedule`` calling ``_build_kv_connector_meta`` (the last point at which rows can be added to a
-``SchedulerOutput``) and then ``_update_after_schedule``; on ``update_from_output`` skipping ids that are not in
-``self.requests`` (draft and scoring rows never are), and on its calls of ``_update_request_with_output`` and
-``_free_request``; on ``_preempt_request`` for requests that must be recomputed.
+``SchedulerOutput``) and then ``_update_after_schedule``; on ``update_from_output`` looking only at the ids in
+``num_scheduled_tokens``, and on its calls of ``_update_request_with_output`` and ``_free_request``; on
+``_preempt_request`` for requests that must be recomputed.
 """
 
 import random
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from typing import Any
@@ -53,9 +55,17 @@ class VeriCacheScheduler(AsyncScheduler):
         assert isinstance(self.connector, VeriCacheConnector)
         settings = settings_of(self.vllm_config)
         plan = MemoryPlan.of(self.vllm_config, self.kv_cache_config)
-        self._seats = self.max_num_active_reqs
+        v2 = self.use_v2_model_runner
+        # On the V2 runner a detached request keeps its row state, so scoring rows need one that no request takes.
+        scoring_rows = 1 if v2 else self.max_num_active_reqs
+        self._seats = self.max_num_active_reqs - (scoring_rows if v2 and settings.mode != "off" else 0)
         bounds = Bounds(
-            self.max_model_len, self._seats, self.max_num_scheduled_tokens, self.vllm_config.max_concurrent_batches
+            self.max_model_len,
+            self._seats,
+            self.max_num_scheduled_tokens,
+            self.vllm_config.max_concurrent_batches,
+            scoring_rows,
+            own_rows=v2,
         )
         if settings.mode != "off":
             check_pool(settings, plan, bounds)
@@ -112,7 +122,7 @@ class VeriCacheScheduler(AsyncScheduler):
         budget, seats = self.max_num_scheduled_tokens, self.max_num_active_reqs
         self.max_num_scheduled_tokens = budget - self._plan.num_tokens
         # Admission only: max_num_running_reqs is the size of the runner's batch and asserted on.
-        self.max_num_active_reqs = seats - len(self.coordinator.records)
+        self.max_num_active_reqs = self._seats - len(self.coordinator.records)
         try:
             output = super().schedule(throttle_prefills)
         finally:
@@ -145,10 +155,16 @@ class VeriCacheScheduler(AsyncScheduler):
         assert isinstance(connector, VeriCacheConnector)
         plan = self._plan
         for verify in plan.verifies:
-            rows.add_verify_row(scheduler_output, verify.record.request, ids(verify.record.blocks), verify.drafts)
+            rows.add_verify_row(
+                scheduler_output,
+                verify.record.request,
+                ids(verify.record.blocks),
+                verify.drafts,
+                with_tokens=not self.use_v2_model_runner,
+            )
         for draft in plan.drafts:
             row_id = draft.row.row_id
-            if draft.before:
+            if draft.before or self.use_v2_model_runner:
                 rows.add_draft_row(scheduler_output, row_id, draft.position, draft.before)
             else:
                 request = draft.record.request
@@ -160,17 +176,17 @@ class VeriCacheScheduler(AsyncScheduler):
             row = probe.row
             rows.add_new_row(scheduler_output, row.row_id, probe.tokens, probe.start, row.blocks, _PROBE_PARAMS, count)
         typed = (*(d.row for d in plan.drafts), *(v.row for v in plan.verifies), *(p.row for p in plan.probes))
-        connector.stage(StepMetadata(tuple(plan.drops), typed, tuple(plan.before), tuple(plan.after)))
+        metadata = StepMetadata(
+            tuple(plan.drops), typed, tuple(plan.before), tuple(plan.after), ended=tuple(plan.ended)
+        )
+        connector.stage(metadata)
         # Operations before the forward pass feed it (vLLM would otherwise start them after the launch).
-        scheduler_output.has_sync_kv_loads |= bool(plan.before)
+        scheduler_output.has_sync_kv_loads |= metadata.needs_start
         return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """vLLM advances every scheduled id; draft and scoring rows are not requests of its books."""
-        scheduled = scheduler_output.num_scheduled_tokens
-        internal = {r: scheduled.pop(r) for r in [*self._plan_rows()] if r in scheduled}
-        super()._update_after_schedule(scheduler_output)
-        scheduled.update(internal)
+        with _without(scheduler_output, self._plan):
+            super()._update_after_schedule(scheduler_output)
         if any(d.record.request.use_structured_output for d in self._plan.drafts):
             scheduler_output.has_structured_output_requests = True
             # The mask of a draft depends on the draft before it, which a step in flight may still be sampling.
@@ -180,11 +196,9 @@ class VeriCacheScheduler(AsyncScheduler):
         """Also masks the draft rows of this step (always the latest: vLLM schedules no step before it has the masks
         of the one before), except those whose request has ended meanwhile."""
         drafts = [d for d in self._plan.drafts if d.record.shadow_id == d.row.row_id]
-        with self.grammars.drafting(self.requests, {d.row.row_id: d.record.request for d in drafts}):
+        shadows = {d.row.row_id: d.record.request for d in drafts if d.row.row_id not in self.requests}
+        with self.grammars.drafting(self.requests, shadows):
             return super().get_grammar_bitmask(scheduler_output)
-
-    def _plan_rows(self) -> list[str]:
-        return [d.row.row_id for d in self._plan.drafts] + [p.row.row_id for p in self._plan.probes]
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -199,7 +213,8 @@ class VeriCacheScheduler(AsyncScheduler):
         index, tokens = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
         wanted = [*(d.row.row_id for d in plan.drafts), *(v.row.row_id for v in plan.verifies)]
         self.coordinator.collect(plan, report, {r: list(tokens[index[r]]) for r in wanted})
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        with _without(scheduler_output, plan):
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
         rejoin, recompute = self.coordinator.digest(plan, report)
         self.running.extend(record.request for record in rejoin)
         for record in recompute:
@@ -232,3 +247,15 @@ class VeriCacheScheduler(AsyncScheduler):
         stats.holds(coordinator.blocks.used * coordinator.plan.block_bytes)
         if coordinator.settings.trace_iterations:
             stats.remember(self._plan, coordinator, output.num_scheduled_tokens)
+
+
+@contextmanager
+def _without(scheduler_output: SchedulerOutput, plan: StepPlan) -> Iterator[None]:
+    """Hide draft and scoring rows from vLLM's books: it advances every request whose id is scheduled."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    internal = [*(d.row.row_id for d in plan.drafts), *(p.row.row_id for p in plan.probes)]
+    hidden = {row_id: scheduled.pop(row_id) for row_id in internal if row_id in scheduled}
+    try:
+        yield
+    finally:
+        scheduled.update(hidden)

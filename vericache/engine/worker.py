@@ -1,46 +1,44 @@
-"""The vLLM worker with a draft arena. Named by ``--worker-cls``; importing it must stay cheap and idempotent."""
+"""The vLLM workers with a draft arena. Named by ``--worker-cls``; importing must stay cheap and idempotent.
 
-from vllm.config import get_layers_from_vllm_config
+``DraftWorker`` is what both have in common; a GPU's worker is in ``worker_cuda``.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from compressors import Shape
 from vericache.draft import backend
 from vericache.draft.arena import DraftArena
+from vericache.draft.runtime import DraftRuntime, HostRuntime
 from vericache.engine.connector import VeriCacheConnector
 from vericache.engine.kv_worker import KVWorker
-from vericache.engine.pages import CpuPageLayout
-from vericache.engine.runner_v1 import VeriCacheModelRunner
+from vericache.engine.pages import PageLayout
 from vericache.engine.settings import MemoryPlan, settings_of
-from vericache.errors import UnsupportedError
 from vericache.store.host import HostStore
-from vericache.store.transfer import CpuCopyEngine
+from vericache.store.transfer import CopyEngine
 
 
-class VeriCacheCPUWorker(CPUWorker):
-    """vLLM's CPU worker: composite attention backend, row hooks, host store, arena."""
+class DraftWorker:
+    """Mixin of a vLLM worker: the arena's share of the KV budget, and the pieces that need KV caches to exist."""
 
-    def init_device(self) -> None:
-        super().init_device()
-        if self.use_v2_model_runner:
-            raise UnsupportedError(
-                "the V2 model runner is switched on, VeriCache's CPU worker supports V1; unset VLLM_USE_V2_MODEL_RUNNER"
-            )
-        backend.register()
-        self.model_runner.__class__ = VeriCacheModelRunner
+    vllm_config: VllmConfig
+    model_runner: Any
+    use_v2_model_runner: bool
 
     def determine_available_memory(self) -> int:
         """The KV budget minus the arena's share of it."""
         settings = settings_of(self.vllm_config)
-        available = super().determine_available_memory()
+        available: int = super().determine_available_memory()  # type: ignore[misc]
         return available if settings.mode == "off" else int(available * (1 - settings.arena_fraction))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)
-        settings = settings_of(self.vllm_config)
-        if settings.mode == "off":
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        if settings_of(self.vllm_config).mode == "off":
             return
         connector = get_kv_transfer_group()
         assert isinstance(connector, VeriCacheConnector)
@@ -49,8 +47,23 @@ class VeriCacheCPUWorker(CPUWorker):
         plan = MemoryPlan.of(self.vllm_config, kv_cache_config)
         first = next(iter(layers.values()))
         shape = Shape(len(layers), first.num_kv_heads, first.num_heads, first.head_size)
-        store = HostStore(plan.host_pages, caches)
-        arena = DraftArena(shape, plan.arena_pages, settings.page_tokens, caches[0].dtype)
-        layout = CpuPageLayout(caches[0].dtype, plan.block_tokens, first.head_size, first.isa)
-        connector.worker = KVWorker(shape, arena, layout, caches, CpuCopyEngine(caches, store))
-        backend.attach(layers, connector.worker.runtime)
+        runtime = self._runtime(shape, plan, caches[0])
+        copies = self._copies(caches, HostStore(plan.host_pages, caches))
+        connector.worker = KVWorker(shape, runtime, self._layout(plan, first), caches, copies)
+        backend.attach(layers, runtime)
+
+    def _runtime(self, shape: Shape, plan: MemoryPlan, cache: Tensor) -> DraftRuntime:
+        settings, scheduler = settings_of(self.vllm_config), self.vllm_config.scheduler_config
+        arena = DraftArena(shape, plan.arena_pages, settings.page_tokens, cache.dtype, cache.device)
+        if not self.use_v2_model_runner:
+            return HostRuntime(arena)
+        from vericache.draft.device import DeviceRuntime  # Triton, which vLLM may have disabled
+
+        arena.with_tables(scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len)
+        return DeviceRuntime(arena, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
+    def _copies(self, caches: list[Tensor], store: HostStore) -> CopyEngine:
+        raise NotImplementedError
+
+    def _layout(self, plan: MemoryPlan, layer: Attention) -> PageLayout:
+        raise NotImplementedError

@@ -8,19 +8,27 @@ import torch
 from torch import Tensor
 
 from vericache.errors import ConfigError
+from vericache.store.pinned import pinned
 
 
 class HostStore:
     """``data [pages, layers, *block_shape]``. A page holds one block of every layer."""
 
     def __init__(self, num_pages: int, caches: list[Tensor]) -> None:
-        """``caches`` are the device KV caches, one ``[blocks, *block_shape]`` per layer, all alike."""
+        """``caches`` are the device KV caches, one ``[blocks, *block_shape]`` per layer, all alike. Pinned for a GPU.
+
+        Raises:
+            ConfigError: the layers differ, or the host has not enough memory.
+        """
         shapes = {(tuple(c.shape[1:]), c.dtype) for c in caches}
         if len(shapes) != 1:
             raise ConfigError(f"the KV caches of the layers differ in shape or dtype: {shapes}; expected one kind")
         ((block_shape, dtype),) = shapes
-        # Untouched pages cost address space only: torch.empty maps memory lazily on the CPU.
-        self.data = torch.empty(num_pages, len(caches), *block_shape, dtype=dtype)
+        shape = (num_pages, len(caches), *block_shape)
+        if caches[0].device.type == "cuda":
+            self.data = pinned(num_pages * page_bytes(caches)).view(dtype).view(shape)
+        else:  # untouched pages cost address space only: torch.empty maps memory lazily on the CPU
+            self.data = torch.empty(shape, dtype=dtype)
 
 
 def page_bytes(caches: list[Tensor]) -> int:

@@ -1,7 +1,8 @@
 """Copy engines: pages between device KV caches and the host store.
 
-The interface is that of a side stream: ``submit`` starts a copy and returns a ticket, ``wait`` orders what follows
-on the compute stream after it. The CPU engine copies at once, so its tickets are complete when it returns them.
+The interface is that of side streams: ``submit`` starts a copy and returns a ticket, ``wait`` orders what follows on
+the compute stream after it, and ``fence`` says that a new step begins. The CPU engine copies at once, so its tickets
+are complete when it returns them.
 """
 
 import enum
@@ -22,23 +23,41 @@ class Direction(enum.Enum):
     TO_DEVICE = "to_device"
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """One copy. ``seconds`` is its duration, known once it is complete."""
+class Ticket(Protocol):
+    """One copy."""
 
-    direction: Direction
-    num_bytes: int
-    seconds: float
+    @property
+    def num_bytes(self) -> int:
+        """Of all pages."""
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took; None while it runs."""
 
 
 class CopyEngine(Protocol):
     """Moves page images. Block and page lists are parallel."""
 
     def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Ticket:
-        """Start a copy. Raises TransferError when it cannot be done; nothing may rely on the target then."""
+        """Start a copy, after all device work so far. Raises TransferError when it cannot be done; nothing may rely on
+        the target then."""
 
     def wait(self, ticket: Ticket) -> None:
         """Order all later device work after the copy."""
+
+    def fence(self) -> None:
+        """A step begins: its device work and its copies may write to blocks that earlier steps' copies read."""
+
+    def measure(self) -> Ticket | None:
+        """Warm up and time a large reload, before any block holds anything; None where that says nothing."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A complete copy."""
+
+    num_bytes: int
+    seconds: float
 
 
 class CpuCopyEngine:
@@ -48,11 +67,8 @@ class CpuCopyEngine:
         self._caches, self._store = caches, store
         self._page_bytes = page_bytes(caches)
 
-    def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Ticket:
-        if len(blocks) != len(pages):
-            raise TransferError(
-                f"a copy {direction.value} names {len(blocks)} blocks and {len(pages)} host pages, expected as many"
-            )
+    def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Copied:
+        check_parallel(direction, blocks, pages)
         start = time.perf_counter()
         block_ids, page_ids = torch.tensor(blocks, dtype=torch.int64), torch.tensor(pages, dtype=torch.int64)
         for layer, cache in enumerate(self._caches):
@@ -60,7 +76,21 @@ class CpuCopyEngine:
                 self._store.data[page_ids, layer] = cache[block_ids]
             else:
                 cache[block_ids] = self._store.data[page_ids, layer]
-        return Ticket(direction, len(blocks) * self._page_bytes, time.perf_counter() - start)
+        return Copied(len(blocks) * self._page_bytes, time.perf_counter() - start)
 
     def wait(self, ticket: Ticket) -> None:
         """Nothing to wait for: the copy is complete when ``submit`` returns."""
+
+    def fence(self) -> None:
+        """Nothing is under way."""
+
+    def measure(self) -> None:
+        """The first reload is as good a measurement."""
+
+
+def check_parallel(direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> None:
+    """Raises TransferError when the lists differ in length."""
+    if len(blocks) != len(pages):
+        raise TransferError(
+            f"a copy {direction.value} names {len(blocks)} blocks and {len(pages)} host pages, expected as many"
+        )

@@ -17,7 +17,9 @@ def layer_pointers(caches: list[Tensor]) -> Tensor:
     """Addresses of the layers' KV caches ``[blocks, *block_shape]``, int64 on their device, for ``copy_pages``."""
     for cache in caches:
         piece = cache[0]
-        if not piece.is_contiguous() or piece.nbytes % 8 or cache.data_ptr() % 16:
+        # Heads and tokens may be permuted within a block; its bytes are copied as they lie.
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(piece.shape, piece.stride(), strict=True))
+        if reach != piece.numel() or piece.nbytes % 8 or cache.data_ptr() % 16:
             raise ValueError(
                 f"a KV cache block of shape {tuple(piece.shape)} and strides {piece.stride()} is not one aligned piece "
                 f"of memory; expected contiguous blocks of a multiple of 8 bytes"

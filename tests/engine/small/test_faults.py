@@ -13,7 +13,7 @@ from compressors.kvzip import KVzip
 from tests.engine.conftest import OUTPUT_TOKENS
 from tests.engine.harness import Harness
 from vericache.draft.arena import page_bound
-from vericache.store.transfer import Direction, Ticket
+from vericache.store.transfer import Copied, Direction
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 NAMES = ["continue_code", "summarise"]
@@ -29,7 +29,7 @@ def failing_copies(engine: Harness, direction: Direction, fails: Callable[[int],
     copies, count = engine.worker.copies, [0]
     submit = copies.submit
 
-    def broken_submit(way: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Ticket:
+    def broken_submit(way: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Copied:
         if way is direction:
             count[0] += 1
             if fails(count[0]):

@@ -11,7 +11,7 @@ from vllm import EngineArgs, SamplingParams
 from benchmarks.engine import tokens
 from tests.engine.harness import Harness
 from vericache.config import VeriCacheConfig, load
-from vericache.draft import backend
+from vericache.draft import backend, backend_cpu
 from vericache.engine.eligibility import resident_reason
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
@@ -88,13 +88,13 @@ def test_unsupported_vllm_features(folder: Path, arguments: dict[str, Any], why:
         ("sinks", object(), "attention sinks"),
         ("logits_soft_cap", 30.0, "soft cap"),
         ("kv_sharing_target_layer_name", "layers.0", "another layer"),
-        ("is_fp8_kv_cache", True, "KV cache"),
+        ("kv_cache_dtype", "fp8_e4m3", "a fp8_e4m3 KV cache"),
     ],
 )
 def test_unsupported_layers(engine: Harness, attribute: str, value: Any, why: str) -> None:
     """Every property of a layer's attention that the arena does not reproduce."""
     layers = engine.scheduler.vllm_config.compilation_config.static_forward_context
-    impl = object.__new__(backend.DraftCPUAttentionImpl)
+    impl = object.__new__(backend_cpu.DraftCPUAttention)
     impl.__dict__.update({**next(iter(layers.values())).impl.__dict__, attribute: value})
     with pytest.raises(UnsupportedError, match=why):
         backend.attach({"layers.0.attn": SimpleNamespace(impl=impl)}, engine.worker.runtime)
@@ -118,10 +118,10 @@ def test_memory_too_small_for_one_request(changes: dict[str, int], why: str) -> 
     sizes = {"num_blocks": 33, "host_pages": 32, "arena_pages": 1000} | changes
     step_tokens = sizes.pop("step_tokens", 1024)
     plan = MemoryPlan(layers=2, kv_heads=2, block_tokens=32, block_bytes=1, page_bytes=1, **sizes)
-    bounds = Bounds(max_model_len=1024, seats=8, step_tokens=step_tokens, depth=1)
+    bounds = Bounds(max_model_len=1024, seats=8, step_tokens=step_tokens, depth=1, scoring_rows=8, own_rows=False)
     with pytest.raises(ConfigError, match=why):
         check_pool(VeriCacheConfig(), plan, bounds)
-    check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, 1, 1000, 32), Bounds(1024, 8, 1024, 1))
+    check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, 1, 1000, 32), Bounds(1024, 8, 1024, 1, 8, False))
 
 
 @pytest.mark.parametrize("name", ["scheduler_cls", "worker_cls", "kv_transfer_config"])

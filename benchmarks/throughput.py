@@ -1,0 +1,251 @@
+"""Tokens per second on a GPU at one memory budget: plain vLLM, its CPU offload, lock-step and staggered drafting.
+
+``python -m benchmarks.throughput --model FOLDER`` on a machine with a GPU and vLLM writes JSON, table and plot into
+docs/results/; ``--render FILE`` makes them of a JSON. Every engine has a process of its own, the same weights and the
+same bytes for KV (``--kv-gib``, the arena included); ratios are of medians over ``--repeats`` runs in that process.
+"short" is stock vLLM over contexts of ratio x length: what a lossy compressor alone would reach at best. Beside each
+figure stands what a byte model predicts for it (``predicted``).
+
+``--acceptance P`` replaces the verifier's comparison by a coin (a draft is accepted with chance P): for random weights.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report import RESULTS, figure, save, table
+
+if TYPE_CHECKING:
+    from benchmarks.throughput_run import Job
+
+VARIANTS = ("plain", "offload", "short", "lockstep", "staggered")
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of the model (with --dummy: its config is enough)")
+    parser.add_argument("--name", default="throughput", help="of the result files")
+    parser.add_argument("--dummy", action="store_true", help="random weights and prompts")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=7680)
+    parser.add_argument("--tokens", type=int, default=256, help="output tokens per request")
+    parser.add_argument("--kv-gib", type=float, default=1.5, help="device memory for KV, the arena included")
+    parser.add_argument("--host-gib", type=float, default=12.0)
+    parser.add_argument("--compressor", default="snapkv")
+    parser.add_argument("--counts", default="per_head")
+    parser.add_argument("--ratio", type=float, default=0.25)
+    parser.add_argument("--draft-length", type=int, default=25)
+    parser.add_argument("--arena-fraction", type=float, default=0.5)
+    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--backend", default="FLASH_ATTN")
+    parser.add_argument("--acceptance", type=float, help="accept each draft with this chance instead of comparing")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=2, help="engines that may exist at a time (they run in turn)")
+    parser.add_argument("--hbm-tb-s", type=float, default=4.2, help="memory bandwidth for the prediction")
+    parser.add_argument("--link-gb-s", type=float, default=50.0, help="link bandwidth for the prediction")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--render", type=Path, metavar="FILE", help="only make table and plot of this JSON")
+    args = parser.parse_args(argv)
+    if args.model is None and args.render is None:
+        parser.error("--model is needed")
+    return args
+
+
+def prompts(args: argparse.Namespace) -> list[list[int]]:
+    """Random tokens, or the bundled texts one after the other, each request beginning with another one."""
+    if args.dummy:
+        rng = random.Random(0)
+        return [[rng.randrange(10, 30_000) for _ in range(args.prompt_tokens)] for _ in range(args.requests)]
+    from transformers import AutoTokenizer
+
+    from vericache.demo.prompts import PROMPTS, load
+
+    texts = list(load(list(PROMPTS), AutoTokenizer.from_pretrained(args.model)).values())
+    found = []
+    for i in range(args.requests):
+        order = random.Random(i).sample(texts, len(texts))
+        found.append([t for text in order for t in text][: args.prompt_tokens])
+    return found
+
+
+def job(args: argparse.Namespace, variant: str, texts: list[list[int]], lock: str) -> "Job":
+    from benchmarks.throughput_run import Job
+
+    window = 2 * args.draft_length + 8
+    longest = args.prompt_tokens + args.tokens + 8
+    verify_tokens = 4 * (window + 1)
+    engine: dict[str, Any] = {
+        "dtype": "bfloat16", "max_model_len": longest, "max_num_seqs": args.requests + 1,
+        "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
+        "enable_prefix_caching": False, "skip_tokenizer_init": args.compressor != "kvzip" or args.dummy,
+        "gpu_memory_utilization": 0.4, "attention_config": {"backend": args.backend},
+        "kernel_config": {"enable_jit_warmup": False},
+        "compilation_config": {
+            "mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": capture_sizes(args.requests, verify_tokens),
+        },
+    }  # fmt: skip
+    if args.dummy:
+        engine["load_format"] = "dummy"
+    settings: dict[str, Any] | None = None
+    if variant in ("lockstep", "staggered"):
+        settings = {
+            "min_prompt_tokens": min(1024, args.prompt_tokens), "policy": variant, "compressor": args.compressor,
+            "counts": args.counts, "ratio": args.ratio, "draft_length": args.draft_length, "window": window,
+            "verify_tokens": verify_tokens, "arena_fraction": args.arena_fraction, "page_tokens": args.page_tokens,
+            "host_memory_gib": args.host_gib, "trace_iterations": 0,
+        }  # fmt: skip
+    elif variant == "offload":
+        engine["kv_offloading_size"] = args.host_gib
+    elif variant == "short":
+        texts = [t[: int(args.ratio * len(t))] for t in texts]
+    return Job(str(args.model), texts, args.tokens, engine, settings, args.acceptance, args.repeats, lock)
+
+
+def capture_sizes(requests: int, verify_tokens: int) -> list[int]:
+    """Graph sizes for draft-only steps, and for steps with verify rows."""
+    most = requests + verify_tokens
+    sizes = {1, 2, 4, *range(8, most, 8 if most <= 128 else 16), requests, most}
+    return sorted(s for s in sizes if s <= most)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    texts, results = prompts(args), {}
+    with tempfile.TemporaryDirectory() as folder:
+        waiting = [(v, Path(folder) / f"{v}.in", Path(folder) / f"{v}.out") for v in args.variants]
+        for variant, given, _ in waiting:
+            given.write_text(json.dumps(asdict(job(args, variant, texts, f"{folder}/lock"))))
+        for some in batches(waiting, args.at_once):
+            running = [(v, out, start(given, out, args.out / f"{args.name}-{v}.log")) for v, given, out in some]
+            for variant, out, process in running:
+                if process.wait():
+                    raise SystemExit(f"the engine of {variant!r} failed, see {args.out / f'{args.name}-{variant}.log'}")
+                results[variant] = json.loads(out.read_text())
+                print(variant, json.dumps(results[variant]["runs"]), flush=True)
+    options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpu": next(iter(results.values()))["gpu"],
+        "options": {**options, "model": args.model.name},
+        "geometry": geometry(args.model),
+        "engines": results,
+    }
+
+
+def batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for i in range(0, len(items), size):
+        yield items[i : i + size]
+
+
+def start(given: Path, out: Path, log: Path) -> "subprocess.Popen[bytes]":
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.throughput_run", str(given), str(out)],
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def geometry(folder: Path) -> dict[str, int]:
+    """Bytes of the weights in bfloat16 and of one token's KV, from the model's config."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    kv_heads, dim = config.get("num_key_value_heads", heads), config.get("head_dim") or hidden // heads
+    per_layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config["intermediate_size"]
+    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return {"weights": 2 * (layers * per_layer + embeddings), "kv_per_token": 2 * 2 * layers * kv_heads * dim}
+
+
+def predicted(result: dict[str, Any], variant: str) -> float:
+    """Decoded tokens per second by the byte model: memory traffic of weights and KV, and for drafting the link."""
+    options, shape = result["options"], result["geometry"]
+    hbm, link = options["hbm_tb_s"] * 1e12, options["link_gb_s"] * 1e9
+    full = shape["kv_per_token"] * (options["prompt_tokens"] + options["tokens"] / 2)
+    budget = options["kv_gib"] * 2**30
+    if variant in ("plain", "offload", "short"):
+        each = shape["kv_per_token"] * (
+            (options["ratio"] if variant == "short" else 1) * options["prompt_tokens"] + options["tokens"] / 2
+        )
+        rows = min(options["requests"], budget // each)
+        return rows * hbm / (shape["weights"] + rows * each)
+    run = result["engines"][variant]["runs"][0]
+    x, gained = options["draft_length"], run["tokens_per_round"]
+    drafting = full * run["compressed_fraction"] + shape["kv_per_token"] * options["tokens"] / 2
+    rows = min(options["requests"], budget * options["arena_fraction"] // drafting)
+    compute = (shape["weights"] + rows * (drafting + full / x)) / hbm
+    return rows * gained / ((x + 1) * max(compute, rows * full / (x * link)))
+
+
+def render(result: dict[str, Any], out: Path) -> None:
+    """The tables and the plot of a result."""
+    options, engines = result["options"], result["engines"]
+    rates = {v: sorted(r["decode_tokens_per_s"] for r in e["runs"]) for v, e in engines.items()}
+    base = median(rates["plain"]) if "plain" in rates else None
+    rows, steps = [], []
+    for variant, engine in engines.items():
+        runs = engine["runs"]
+        middle = sorted(runs, key=lambda r: r["decode_tokens_per_s"])[len(runs) // 2]
+        rate = rates[variant]
+        rows.append([
+            variant, f"{rate[0]:.0f} / {median(rate):.0f} / {rate[-1]:.0f}", f"{predicted(result, variant):.0f}",
+            f"{median(rate) / base:.2f}" if base else "-", f"{middle['tokens_per_s']:.0f}",
+            middle.get("tokens_per_round", "-"), middle.get("compressed_fraction", "-"), middle.get("link_busy", "-"),
+            middle.get("ring_pages", "-") if "link_busy" in middle else "-",
+        ])  # fmt: skip
+        for kind, step in sorted(middle["steps"].items()):
+            steps.append([variant, kind, step["steps"], step["rows"], step["wall_ms"], step["graph_ms"] or "-",
+                          step["wall_total_s"]])  # fmt: skip
+    shape = result["geometry"]
+    full = shape["kv_per_token"] * options["prompt_tokens"]
+    chance = options["acceptance"]
+    lines = [
+        f"# Throughput: {options['model']}", "",
+        f"{result['gpu']}, {result['date']}; {options['requests']} requests of {options['prompt_tokens']} tokens, "
+        f"{options['tokens']} output tokens each, bfloat16, {options['backend']}, full graphs; {options['kv_gib']} GiB "
+        f"for KV (M / H = {shape['weights'] / (shape['weights'] + options['kv_gib'] * 2**30):.2f}, room for "
+        f"{options['kv_gib'] * 2**30 / full:.1f} full contexts); {options['compressor']}, {options['counts']}, ratio "
+        f"{options['ratio']}, x = {options['draft_length']}; {options['repeats']} runs each. "
+        + ("Acceptance as the model decides." if chance is None else
+           f"**Synthetic acceptance**: each draft is accepted with chance {chance}, weights are random."), "",
+        *table(["engine", "decoded tokens/s, min / median / max", "predicted", "ratio", "tokens/s with prefill",
+                "tokens per round", "c", "link busy", "pages in ring, peak"], rows), "",
+        "## Steps", "",
+        *table(["engine", "step", "number", "rows", "wall ms", "GPU ms (graph)", "s in all"], steps, left=2), "",
+        "`python -m benchmarks.throughput`. Decoded: output without each request's first token, over the time beyond a "
+        "run that makes only that one. Wall and GPU times are medians; a step without a graph time ran eagerly.",
+    ]  # fmt: skip
+    save(out, options["name"], result, "\n".join(lines))
+    with figure(out / f"{options['name']}.png", 8, 0.6 * len(rates) + 1.2) as (_, axes):
+        places = range(len(rates))
+        axes.barh([p - 0.2 for p in places], [median(r) for r in rates.values()], 0.38, label="measured")
+        axes.barh([p + 0.2 for p in places], [predicted(result, v) for v in rates], 0.38, label="byte model")
+        axes.set_yticks(list(places), list(rates))
+        axes.invert_yaxis()
+        axes.set_xlabel(f"decoded tokens per second, {options['model']}, {result['gpu']}")
+        axes.legend()
+
+
+def main() -> None:
+    args = arguments()
+    if args.render is not None:
+        render(json.loads(args.render.read_text()), args.out)
+        return
+    result = measure(args)
+    save(args.out, args.name, result, "")
+    render(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Draft-and-verify on vLLM's V2 runner gives the tokens of plain rows: in float32, and in bfloat16 on a GPU with
+batch-invariant kernels."""
+
+import pytest
+import torch
+
+from tests.interpreted.engine.v2_engine import V2Engine, params
+
+EXACT = not torch.cuda.is_available()  # the drafts too; in bfloat16 draft attention rounds differently
+
+
+def accepted(summaries: list[dict]) -> float:
+    """Share of the drafts."""
+    drafting = [s for s in summaries if s["mode"] == "draft"]
+    return sum(s["accepted_tokens"] for s in drafting) / max(1, sum(s["draft_tokens"] for s in drafting))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_everything_kept_is_everything_accepted(engine: V2Engine, options: dict) -> None:
+    """Positions, tails, noise and rewinding are right when no draft is rejected."""
+    prompts = [engine.prompt(60, 1), engine.prompt(75, 2)]
+    found = engine.same(prompts, params(2, **options), ratio=1.0)
+    assert all(s["mode"] == "draft" for s in found)
+    assert accepted(found) == 1.0 if EXACT else accepted(found) > 0.5
+    assert [s["drafted_per_round"] for s in found] == [[4, 4, 2]] * 2 or not EXACT
+
+
+@pytest.mark.parametrize("policy", ["staggered", "lockstep"])
+def test_rejected_drafts_leave_nothing_behind(engine: V2Engine, policy: str) -> None:
+    """Half of the context on a random model: nearly every draft is rejected. A short request stays plain."""
+    prompts = [engine.prompt(60, 3), engine.prompt(20, 4), engine.prompt(90, 5)]
+    found = engine.same(prompts, params(3, 10), ratio=0.5, policy=policy)
+    assert [s["mode"] for s in found] == ["draft", "resident", "draft"]
+    assert accepted(found) < 1
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_two_steps_in_flight(engine: V2Engine, ratio: float) -> None:
+    """A verify row follows drafts that the host has not seen."""
+    with engine.run_ahead():
+        found = engine.same([engine.prompt(60, 6), engine.prompt(50, 7)], params(2, temperature=0.7), ratio=ratio)
+    assert accepted(found) == 1.0 or ratio < 1 or not EXACT
+
+
+@pytest.mark.parametrize("compressor", ["snapkv", "random"])
+def test_scoring_rows_and_uneven_heads(engine: V2Engine, compressor: str) -> None:
+    options = {"compressor_options": {"window": 8, "kernel": 3}} if compressor == "snapkv" else {}
+    found = engine.same(
+        [engine.prompt(100, 8), engine.prompt(64, 9)], params(2, 8), ratio=0.6, compressor=compressor,
+        counts="per_head", **options,
+    )  # fmt: skip
+    assert all(s["mode"] == "draft" and s["compressed_fraction"] < 1 for s in found)
+
+
+def test_compressed_anew_when_the_tail_is_long(engine: V2Engine) -> None:
+    found = engine.same([engine.prompt(60, 10)], params(1, 50), ratio=1.0, draft_length=8)
+    assert found[0]["mode"] == "draft"
+    assert accepted(found) == 1.0 or not EXACT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {"logprobs": 3},
+        {"temperature": 0.9, "min_p": 0.05, "top_k": 20},
+        {"logit_bias": {5: 4.0, 9: -3.0}, "min_tokens": 5},
+    ],
+    ids=["penalties", "logprobs", "min-p", "bias"],
+)
+def test_request_features(engine: V2Engine, options: dict) -> None:
+    """Verify rows pass through vLLM's own sampler, with the history each token would have had."""
+    found = engine.same([engine.prompt(60, 11), engine.prompt(70, 12)], params(2, 12, **options), ratio=1.0)
+    assert accepted(found) == 1.0 if EXACT else accepted(found) > 0.3
+
+
+def test_more_requests_than_seats(engine: V2Engine) -> None:
+    """One row state is kept free for scoring rows."""
+    prompts = [engine.prompt(45 + 5 * i, 20 + i) for i in range(7)]
+    found = engine.same(prompts, params(7, 6), ratio=0.8)
+    assert all(s["mode"] == "draft" for s in found)
+
+
+def test_abort_in_every_state(engine: V2Engine) -> None:
+    """What a request held while its reload was under way is used again at once."""
+    engine.configure(ratio=0.8, link_bytes_per_second=5e5)  # a reload takes several iterations
+    states = set()
+    for steps in range(2, 12):
+        for i in range(2):
+            prompt = {"prompt_token_ids": engine.prompt(60, 40 + i)}
+            engine.llm.llm_engine.add_request(f"r{steps}-{i}", prompt, params(1, 30)[0])
+        for _ in range(steps):
+            engine.llm.llm_engine.step()
+        states |= {t.state.name for t in engine.coordinator.planner.tracks.values()}
+        engine.llm.llm_engine.abort_request(list(engine.scheduler.requests), internal=True)
+        engine.at_rest()
+    assert {"DRAFTING", "LOADING"} <= states
+    engine.same([engine.prompt(60, 40)], params(1, 8), ratio=0.8)

@@ -1,0 +1,79 @@
+"""An engine on the V2 runner, and what its tests ask of it."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+
+from benchmarks.engine import LiveEngine, summaries, tokens
+
+
+class V2Engine(LiveEngine):
+    """Single runs against the same engine with every request resident: stock V2 rows and stock V2 sampling."""
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        return torch.randint(3, 512, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def same(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **settings: Any
+    ) -> list[dict[str, Any]]:
+        """Drafting gives every token (and logprob) that plain rows give; the summaries of the drafting run."""
+        self.configure(**settings)
+        drafted = self.generate(prompts, params)
+        plain_settings = self.coordinator.settings.model_copy(update={"min_prompt_tokens": 100_000})
+        self.coordinator.configure(plain_settings)
+        plain = self.generate(prompts, params)
+        assert tokens(drafted) == tokens(plain)
+        for ours, theirs in zip(drafted, plain, strict=True):
+            if ours.outputs[0].logprobs is not None:
+                assert theirs.outputs[0].logprobs is not None
+                for a, b in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+                    assert {t: x.rank for t, x in a.items()} == {t: x.rank for t, x in b.items()}
+                    for token, entry in a.items():
+                        assert abs(entry.logprob - b[token].logprob) < 1e-4
+        self.at_rest()
+        return summaries(drafted)
+
+    @contextmanager
+    def run_ahead(self) -> Iterator[None]:
+        """Two steps in flight; a GPU has them anyway."""
+        core, coordinator = self.core, self.coordinator
+        if core.batch_queue_size > 1:
+            yield
+            return
+        saved = core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds
+        core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
+        core.step_fn, coordinator.bounds = core.step_with_batch_queue, replace(coordinator.bounds, depth=2)
+        try:
+            yield
+            while core.batch_queue:
+                core.step_fn()
+        finally:
+            core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds = saved
+
+    def at_rest(self) -> None:
+        for _ in range(3):
+            self.core.step_fn()
+        pool, reserved = self.scheduler.kv_cache_manager.block_pool, self.coordinator.reserved
+        assert not self.scheduler.requests
+        assert not self.coordinator.records
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert reserved.host.free == reserved.host.size
+        assert reserved.slots.free == reserved.slots.size
+        assert reserved.arena.used == 0
+        assert not self.worker.arena.slots
+        assert not self.worker._loads
+        assert not self.runner.req_states.req_id_to_index
+
+
+def params(count: int, tokens: int = 14, **options: Any) -> list[SamplingParams]:
+    """One per request; those that sample differ in their seed."""
+    seeded = [{"seed": 7 + i} if options.get("temperature") else {} for i in range(count)]
+    return [
+        SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **{"temperature": 0.0, **s, **options})
+        for s in seeded
+    ]

