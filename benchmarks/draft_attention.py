@@ -42,7 +42,9 @@ SHAPES = (
     Shape("8B, 32 rows, 2k kept", 32, 8, 4, 128, 2048),
     Shape("8B, 32 rows, 8k kept", 32, 8, 4, 128, 8192),
     Shape("8B, 8 rows, 8k kept", 8, 8, 4, 128, 8192),
+    Shape("8B, 1 row, 8k kept", 1, 8, 4, 128, 8192),
     Shape("135M, 128 rows, 2k kept", 128, 3, 3, 64, 2048),
+    Shape("135M, 4 rows, 2k kept", 4, 3, 3, 64, 2048),
 )
 
 

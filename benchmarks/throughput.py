@@ -82,7 +82,7 @@ def prompts(args: argparse.Namespace) -> list[list[int]]:
 def job(args: argparse.Namespace, variant: str, texts: list[list[int]], lock: str) -> "Job":
     from benchmarks.throughput_run import Job
 
-    window = 2 * args.draft_length + 8
+    window = 4 * args.draft_length  # where the link is the limit, rounds draft longer than they aim at
     longest = args.prompt_tokens + args.tokens + 8
     verify_tokens = 4 * (window + 1)
     engine: dict[str, Any] = {
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     raise SystemExit(f"the engine of {variant!r} failed, see {args.out / f'{args.name}-{variant}.log'}")
                 results[variant] = json.loads(out.read_text())
                 print(variant, json.dumps(results[variant]["runs"]), flush=True)
-    options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    options = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and k != "render"}
     return {
         "date": datetime.date.today().isoformat(),
         "gpu": next(iter(results.values()))["gpu"],
@@ -201,7 +201,8 @@ def render(result: dict[str, Any], out: Path) -> None:
         rows.append([
             variant, f"{rate[0]:.0f} / {median(rate):.0f} / {rate[-1]:.0f}", f"{predicted(result, variant):.0f}",
             f"{median(rate) / base:.2f}" if base else "-", f"{middle['tokens_per_s']:.0f}",
-            middle.get("tokens_per_round", "-"), middle.get("compressed_fraction", "-"), middle.get("link_busy", "-"),
+            middle.get("tokens_per_round", "-"), middle.get("compressed_fraction", "-"),
+            middle.get("steady_link") or "-",
             middle.get("ring_pages", "-") if "link_busy" in middle else "-",
         ])  # fmt: skip
         for kind, step in sorted(middle["steps"].items()):

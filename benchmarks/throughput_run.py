@@ -57,6 +57,7 @@ class Trace:
 
     def __init__(self, core: Any) -> None:
         self.steps: list[tuple[float, str, int]] = []  # planned at, kind, rows
+        self.link: list[float] = []  # seconds the link has been busy with reloads by then
         self.graphs: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # step, start, end
         self.pages = 0
         scheduler, manager = core.scheduler, core.model_executor.driver_worker.worker.model_runner.cudagraph_manager
@@ -76,6 +77,7 @@ class Trace:
                 kind = "draft" if drafts else "plain"
             self.steps.append((time.perf_counter(), kind if counts else "idle", len(counts)))
             if plan is not None:
+                self.link.append(scheduler.coordinator.stats.seconds["Load"])
                 self.pages = max(self.pages, *scheduler.coordinator.planner.rings.pages.cells)
             return output
 
@@ -90,7 +92,17 @@ class Trace:
         scheduler.schedule, manager.run_fullgraph = traced_schedule, traced_run
 
     def clear(self) -> None:
-        self.steps, self.graphs, self.pages = [], [], 0
+        self.steps, self.link, self.graphs, self.pages = [], [], [], 0
+
+    def steady_link(self) -> float | None:
+        """Share of time the link was busy in the middle half of the steps after the last prefill, with every request
+        drafting."""
+        prefills = [i for i, (_, kind, _) in enumerate(self.steps) if kind == "prefill"]
+        after = len(self.steps) - 1 - (prefills[-1] if prefills else 0)
+        lo, hi = len(self.steps) - 1 - after * 3 // 4, len(self.steps) - 1 - after // 4
+        if not self.link or hi - lo < 10:
+            return None
+        return round((self.link[hi] - self.link[lo]) / (self.steps[hi][0] - self.steps[lo][0]), 3)
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """By kind of step: how many, rows, wall time to the next step and GPU time of the graph, medians in ms."""
@@ -154,7 +166,8 @@ def run(job: Job) -> dict[str, Any]:
             before = moved(core, job)
             out, wall = generate(job.tokens, len(job.prompts))
             found["runs"].append({**one_run(job, out, wall, found["prefill_s"]), "steps": trace.summary(),
-                                  **moved(core, job, before, wall), "ring_pages": trace.pages})  # fmt: skip
+                                  **moved(core, job, before, wall), "ring_pages": trace.pages,
+                                  "steady_link": trace.steady_link()})  # fmt: skip
     found["blocks"] = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     found["gpu"] = torch.cuda.get_device_name()
     return found

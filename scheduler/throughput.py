@@ -1,32 +1,39 @@
 """Measured iteration time and link bandwidth, the two numbers the rings are denominated in."""
 
+from collections import deque
+from statistics import median
 
-class Average:
-    """Exponential moving average, or a fixed value when one is configured."""
 
-    def __init__(self, initial: float, fixed: bool = False, weight: float = 0.2) -> None:
+class Measured:
+    """The median of the last ``size`` measurements of a positive number, or a fixed value when one is configured."""
+
+    def __init__(self, initial: float, fixed: bool = False, size: int = 15) -> None:
         if initial <= 0:
             raise ValueError(f"a rate or duration must be positive, got {initial}")
-        self.value = initial
+        self.value = initial  # a guess, until the first measurement
         self.samples = 0
-        self._fixed, self._weight = fixed, weight
+        self._fixed = fixed
+        self._recent: deque[float] = deque(maxlen=size)
 
     def observe(self, sample: float) -> None:
         """Take one measurement. Non-positive samples (a clock that did not advance) carry no information."""
         if self._fixed or sample <= 0:
             return
-        # The initial value is only a guess: the first measurement replaces it.
-        weight = self._weight if self.samples else 1.0
-        self.value += weight * (sample - self.value)
+        self._recent.append(sample)
+        self.value = median(self._recent)
         self.samples += 1
 
 
 class Throughput:
-    """``iteration`` in seconds (T_iter), ``bandwidth`` in bytes per second (L)."""
+    """``iteration`` in seconds (T_iter), ``bandwidth`` in bytes per second (L).
+
+    Medians, because an iteration that waits for a late reload, or computes a prompt, is long: with such iterations in
+    an average the next reloads would be planned to be as late.
+    """
 
     def __init__(self, iteration: float | None = None, bandwidth: float | None = None) -> None:
-        self.iteration = Average(0.05 if iteration is None else iteration, fixed=iteration is not None)
-        self.bandwidth = Average(10e9 if bandwidth is None else bandwidth, fixed=bandwidth is not None)
+        self.iteration = Measured(0.05 if iteration is None else iteration, fixed=iteration is not None)
+        self.bandwidth = Measured(10e9 if bandwidth is None else bandwidth, fixed=bandwidth is not None)
         self._started: float | None = None
 
     @property

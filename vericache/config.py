@@ -26,6 +26,11 @@ class VeriCacheConfig(BaseModel):
     mode: Literal["draft", "off"] = Field(
         "draft", description="draft: long requests draft and verify; off: plain vLLM rows with VeriCache's sampler"
     )
+    bitwise: Literal["off", "on"] = Field(
+        "off",
+        description="on: batch-invariant kernels on a GPU: tokens and logits equal plain vLLM's bit by bit; slow, for "
+        "proof and audits",
+    )
     min_prompt_tokens: int = Field(1024, ge=1, description="shorter prompts stay plain vLLM rows in the same batch")
     draft_length: int = Field(25, ge=1, description="drafts a round aims at (x)")
     window: int = Field(64, ge=4, le=1024, description="iterations planned ahead (W); no round drafts longer")
@@ -60,8 +65,10 @@ class VeriCacheConfig(BaseModel):
     @classmethod
     def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML 1.1 reads ``off`` and ``yes`` as booleans, and Python takes those for numbers. No setting is one."""
-        if info.field_name == "mode" and value is False:
+        if info.field_name in ("mode", "bitwise") and value is False:
             return "off"
+        if info.field_name == "bitwise" and value is True:
+            return "on"
         if isinstance(value, bool):
             raise ValueError(f"got the boolean {value}")
         return value

@@ -1,5 +1,6 @@
 """How VeriCache is switched on in vLLM: classes by qualified name, configuration in ``additional_config``."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ WORKERS = {
     "cpu": "vericache.engine.worker_cpu.VeriCacheCPUWorker",
     "cuda": "vericache.engine.worker_cuda.VeriCacheGPUWorker",
 }
+MOST_GRAPH_TOKENS = 512  # vLLM's own limit when it chooses graph sizes
 
 
 def register() -> None:
@@ -31,30 +33,49 @@ def engine_arguments(config: VeriCacheConfig, given: Mapping[str, Any]) -> dict[
         ConfigError: the user has set something VeriCache must set.
         UnsupportedError: neither a CPU nor an NVIDIA GPU.
     """
-    worker = _worker()
-    for name, ours in (("scheduler_cls", SCHEDULER), ("worker_cls", worker), ("kv_transfer_config", CONNECTOR)):
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    if device not in WORKERS:
+        raise UnsupportedError(f"the device is a {device!r}, VeriCache runs on {' and '.join(WORKERS)} devices")
+    for name, ours in (
+        ("scheduler_cls", SCHEDULER),
+        ("worker_cls", WORKERS[device]),
+        ("kv_transfer_config", CONNECTOR),
+    ):
         value = given.get(name)
         if value not in (None, "auto", ours):
             raise ConfigError(
                 f"{name} is set to {value!r}, but VeriCache needs {ours} there; remove it (VeriCache cannot be "
                 f"combined with another scheduler, worker or KV connector yet)"
             )
-    from vllm.config import KVTransferConfig
-
     return {
         "scheduler_cls": SCHEDULER,
-        "worker_cls": worker,
+        "worker_cls": WORKERS[device],
         "kv_transfer_config": KVTransferConfig(
             kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_both"
         ),
         "additional_config": {**(given.get("additional_config") or {}), KEY: config.model_dump(mode="json")},
+        **(_gpu_arguments(config, given) if device == "cuda" else {}),
     }
 
 
-def _worker() -> str:
-    from vllm.platforms import current_platform
-
-    kind = current_platform.device_type
-    if kind not in WORKERS:
-        raise UnsupportedError(f"the device is a {kind!r}, VeriCache runs on {' and '.join(WORKERS)} devices")
-    return WORKERS[kind]
+def _gpu_arguments(config: VeriCacheConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a GPU needs and the user has not chosen: graphs for steps with verify rows, which would otherwise run
+    eagerly, and in bitwise mode kernels whose rows do not depend on the batch."""
+    found: dict[str, Any] = {}
+    graphs = given.get("compilation_config")
+    if not given.get("enforce_eager") and (
+        graphs is None or (isinstance(graphs, dict) and "cudagraph_mode" not in graphs)
+    ):
+        rows = given.get("max_num_seqs") or MOST_GRAPH_TOKENS
+        most = min(MOST_GRAPH_TOKENS, rows + config.verify_tokens)
+        sizes = {} if graphs and "cudagraph_capture_sizes" in graphs else {"max_cudagraph_capture_size": most}
+        found["compilation_config"] = {**sizes, **(graphs or {}), "cudagraph_mode": "FULL"}
+    if config.bitwise == "on":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # inherited by the engine's processes, read when they start
+        attention = given.get("attention_config")
+        if not given.get("attention_backend") and attention is None:
+            found["attention_config"] = {"backend": "TRITON_ATTN"}
+    return found

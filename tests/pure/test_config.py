@@ -39,6 +39,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
     """One legal value per setting that is not its default."""
     values: dict[str, Any] = {
         "mode": "off",
+        "bitwise": "on",
         "policy": "lockstep",
         "counts": "uniform",
         "compressor": "random",

@@ -1,5 +1,5 @@
-"""Triton kernels, and vLLM's V2 model runner, on the CPU. The interpreter must be chosen before Triton is imported, hence
-processes of their own."""
+"""Triton kernels, and vLLM's V2 model runner, on the CPU. The interpreter must be chosen before Triton is imported,
+hence processes of their own."""
 
 import os
 import subprocess

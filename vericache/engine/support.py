@@ -4,6 +4,7 @@ from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vericache.config import VeriCacheConfig
 from vericache.engine.plan import Bounds
@@ -45,6 +46,24 @@ def check_supported(config: VllmConfig) -> None:
             raise UnsupportedError(
                 f"this server uses {what}, which VeriCache does not support: {why}. Use plain vLLM, or another model"
             )
+    if VeriCacheConfig.of(config.additional_config).bitwise == "on":
+        check_bitwise(config.attention_config.backend, model.get_head_size(), config.device_config.device_type)
+
+
+def check_bitwise(backend: AttentionBackendEnum | None, head_size: int, device: str) -> None:
+    """Raises UnsupportedError where a row's bits depend on the rows beside it whatever vLLM is told."""
+    problem = None
+    if device != "cuda":
+        problem = "vLLM has batch-invariant kernels for GPUs only (on a CPU, --dtype float32 is exact without them)"
+    elif backend is AttentionBackendEnum.FLASH_ATTN and head_size != 128:
+        problem = (
+            f"FlashAttention 3 with head size {head_size} computes a row differently beside longer ones (measured for "
+            f"64), only head size 128 is invariant; leave --attention-backend out, or set it to TRITON_ATTN"
+        )
+    elif backend not in (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN):
+        problem = f"attention backend {backend} is not known to be batch-invariant; use TRITON_ATTN"
+    if problem:
+        raise UnsupportedError(f"bitwise is on, but {problem}")
 
 
 def _has_windows(config: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm import EngineArgs, SamplingParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from benchmarks.engine import tokens
 from tests.engine.harness import Harness
@@ -15,7 +16,7 @@ from vericache.draft import backend, backend_cpu
 from vericache.engine.eligibility import resident_reason
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
-from vericache.engine.support import check_pool, check_supported
+from vericache.engine.support import check_bitwise, check_pool, check_supported
 from vericache.errors import ConfigError, UnsupportedError
 from vericache.plugin import engine_arguments
 
@@ -98,6 +99,25 @@ def test_unsupported_layers(engine: Harness, attribute: str, value: Any, why: st
     impl.__dict__.update({**next(iter(layers.values())).impl.__dict__, attribute: value})
     with pytest.raises(UnsupportedError, match=why):
         backend.attach({"layers.0.attn": SimpleNamespace(impl=impl)}, engine.worker.runtime)
+
+
+@pytest.mark.parametrize(
+    ("backend_name", "head_size", "device", "why"),
+    [
+        ("CPU_ATTN", 64, "cpu", "GPUs only"),
+        ("FLASH_ATTN", 64, "cuda", "head size 64"),
+        ("FLASHINFER", 128, "cuda", "not known"),
+        ("FLASH_ATTN", 128, "cuda", None),
+        ("TRITON_ATTN", 64, "cuda", None),
+    ],
+)
+def test_bitwise_where_it_cannot_hold(backend_name: str, head_size: int, device: str, why: str | None) -> None:
+    member = AttentionBackendEnum[backend_name]
+    if why is None:
+        check_bitwise(member, head_size, device)
+    else:
+        with pytest.raises(UnsupportedError, match=why):
+            check_bitwise(member, head_size, device)
 
 
 def test_another_backend_is_refused(engine: Harness) -> None:

@@ -37,10 +37,15 @@ CPU_ENGINE = {**ENGINE, "dtype": "float32", "enforce_eager": True}
 GPU_ENGINE = {
     **ENGINE,
     "dtype": "bfloat16",
+    "max_num_seqs": 33,
     "gpu_memory_utilization": 0.3,
     "attention_config": {"backend": "TRITON_ATTN"},
     "kernel_config": {"enable_jit_warmup": False},
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]},
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96],
+    },
 }
 SETTINGS = {
     "min_prompt_tokens": 40,

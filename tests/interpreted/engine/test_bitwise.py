@@ -1,0 +1,73 @@
+"""On a GPU with batch-invariant kernels every logit of every token is plain vLLM's, bit by bit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.engine import tokens
+from tests.interpreted.engine.v2_engine import V2Engine, params
+from vericache.engine.ops import DraftRow
+
+PROMPTS, TOKENS = 64, 256
+
+
+@contextmanager
+def recorded(engine: V2Engine) -> Iterator[dict[tuple[int, int], int]]:
+    """A checksum of the logits that decided each token, by (request's place, position). A later verify of a position
+    replaces what an earlier one, whose drafts were rejected before it, computed there."""
+    found: dict[tuple[int, int], int] = {}
+    runner, sums = engine.runner, []
+    sample, compute = runner.sample, runner.model.compute_logits
+
+    def recording(hidden: Tensor, batch: Any, grammar: Any) -> Any:
+        drafting = {r.row_id for r in (runner._metadata.rows if runner._metadata else ()) if isinstance(r, DraftRow)}
+        kept: list[Tensor] = []
+
+        def computing(hidden: Tensor) -> Tensor:
+            kept.append(compute(hidden))
+            return kept[-1]
+
+        runner.model.compute_logits = computing
+        try:
+            out = sample(hidden, batch, grammar)
+        finally:
+            runner.model.compute_logits = compute
+        bits = kept[0].view(torch.int16).long()
+        weights = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+        starts = batch.cu_num_logits_np
+        rows = [r for i, r in enumerate(batch.req_ids) for _ in range(starts[i + 1] - starts[i])]
+        sums.append((rows, drafting, batch.positions[batch.logits_indices].clone(), (bits * weights).sum(1)))
+        return out
+
+    runner.sample = recording
+    try:
+        yield found
+    finally:
+        del runner.sample
+        for rows, drafting, positions, values in sums:
+            for row, position, value in zip(rows, positions.tolist(), values.tolist(), strict=True):
+                if row not in drafting:
+                    found[int(row.split("-")[0]), position] = value
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_and_logits_are_plain_vllms(engine: V2Engine, temperature: float) -> None:
+    prompts = [engine.prompt(100 + i, i) for i in range(PROMPTS)]
+    engine.configure(ratio=1.0, draft_length=8, verify_tokens=60)
+    with recorded(engine) as ours:
+        drafted = engine.generate(prompts, params(PROMPTS, TOKENS, temperature=temperature))
+    engine.coordinator.configure(engine.coordinator.settings.model_copy(update={"min_prompt_tokens": 100_000}))
+    with recorded(engine) as theirs:
+        plain = engine.generate(prompts, params(PROMPTS, TOKENS, temperature=temperature))
+    assert tokens(drafted) == tokens(plain)
+    first, others = (min(i for i, _ in x) for x in (ours, theirs))
+    wanted = {(i, len(p) - 1 + t) for i, p in enumerate(prompts) for t in range(TOKENS)}
+    assert wanted <= {(i - others, p) for i, p in theirs}  # chunks of prompts have logits rows too
+    assert all(ours[i + first, p] == theirs[i + others, p] for i, p in wanted)
+    engine.at_rest()
