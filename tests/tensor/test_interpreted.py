@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1] / "interpreted"
-PARTS = {"kernels": [TESTS, "--ignore", TESTS / "engine"], "engine": [TESTS / "engine"]}
+ENGINE = TESTS / "engine"
+PARTS = {
+    "kernels": [TESTS, "--ignore", ENGINE],
+    "engine": [ENGINE / "test_v2.py", ENGINE / "test_bitwise.py"],
+    "semantics": [ENGINE / "test_v2_semantics.py"],
+}
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,6 @@ ENGINE = {
     "block_size": 32,
     "kv_cache_memory_bytes": 64 << 20,
     "enable_prefix_caching": True,
-    "skip_tokenizer_init": True,
 }
 CPU_ENGINE = {**ENGINE, "dtype": "float32", "enforce_eager": True}
 GPU_ENGINE = {
@@ -62,20 +63,56 @@ SETTINGS = {
 }
 
 
+VOCABULARY = 512
+
+
+def train_tokenizer(folder: Path) -> None:
+    """A byte-pair vocabulary of ``VOCABULARY`` tokens, from a text that ships with the project."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([files("vericache.demo").joinpath("prompts/loomings.txt").read_text()], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, random weights."""
+    """Two layers, random weights, and a tokenizer to match."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64 if GPU else 32, max_position_embeddings=1024, initializer_range=0.3,
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("tiny")
     LlamaForCausalLM(config).eval().save_pretrained(folder)
+    train_tokenizer(folder)
     return folder
+
+
+def store_with_any_mask() -> None:
+    """The interpreter takes boolean masks only; vLLM's grammar kernel comes to an integer one."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_masked_store
+
+    def patched(self: Any, ptrs: Any, value: Any, mask: Any, policy: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return store(self, ptrs, value, mask, policy)
+
+    InterpreterBuilder.create_masked_store = patched
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +125,7 @@ def engine(tiny_model: Path) -> Iterator["V2Engine"]:  # type: ignore[name-defin
         from vllm.v1.worker.gpu.sample import sampler, states
 
         sampler.apply_top_k_top_p = states.apply_top_k_top_p = apply_top_k_top_p_pytorch
+        store_with_any_mask()
     found = V2Engine(tiny_model, GPU_ENGINE if GPU else CPU_ENGINE, SETTINGS)
     yield found
     found.close()

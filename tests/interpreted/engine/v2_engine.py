@@ -73,7 +73,5 @@ class V2Engine(LiveEngine):
 def params(count: int, tokens: int = 14, **options: Any) -> list[SamplingParams]:
     """One per request; those that sample differ in their seed."""
     seeded = [{"seed": 7 + i} if options.get("temperature") else {} for i in range(count)]
-    return [
-        SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **{"temperature": 0.0, **s, **options})
-        for s in seeded
-    ]
+    usual = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    return [SamplingParams(**{**usual, **s, **options}) for s in seeded]
