@@ -1,8 +1,10 @@
 """An engine in this process whose settings change between runs: what tests and benchmarks drive."""
 
 import gc
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,9 +47,9 @@ class LiveEngine:
         does not depend on the machine's mood."""
         fixed = {"iteration_seconds": 0.05, "link_bytes_per_second": 1e10}
         config = VeriCacheConfig(**{**self.defaults, **fixed, **settings})
+        self.coordinator.texts = probe_texts(self.scheduler.vllm_config.model_config, config)
         self.coordinator.configure(config)
         self.llm.vericache_config = config
-        self.coordinator.texts = probe_texts(self.scheduler.vllm_config.model_config, config)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
@@ -63,6 +65,23 @@ class LiveEngine:
             return tokens(self.generate(prompts, params))
         finally:
             self.coordinator.configure(before)
+
+    @contextmanager
+    def run_ahead(self) -> Iterator[None]:
+        """Two steps in flight, as asynchronous scheduling on a GPU has (vLLM forces it off on the CPU)."""
+        core, coordinator = self.core, self.coordinator
+        if core.batch_queue_size > 1:
+            yield
+            return
+        saved = core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds
+        core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
+        core.step_fn, coordinator.bounds = core.step_with_batch_queue, replace(coordinator.bounds, depth=2)
+        try:
+            yield
+            while core.batch_queue:
+                core.step_fn()
+        finally:
+            core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds = saved
 
     @contextmanager
     def recorded_kept(self) -> Iterator[dict[str, list[Kept]]]:

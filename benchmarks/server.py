@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ def command(*arguments: Any) -> list[str]:
 class LiveServer:
     """Starts at once; ``wait_until_healthy`` before use, ``close`` afterwards. ``log`` gets what the server prints."""
 
-    def __init__(self, folder: Path, flags: Sequence[Any], log: Path, key: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        flags: Sequence[Any],
+        log: Path,
+        key: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -34,7 +41,13 @@ class LiveServer:
             self.process = subprocess.Popen(
                 command(folder, *flags, *access, "--enforce-eager", "--port", port),
                 # One compute thread unless asked: the API process and the engine's loop want the other core.
-                env={"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    **ENVIRONMENT,
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                    **(environment or {}),
+                },
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -1,9 +1,6 @@
 """A VeriCache engine in this process, under the tests' control: single steps, two steps in flight, a look at rest."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -53,20 +50,6 @@ class Harness(LiveEngine):
     def states(self) -> dict[str, str]:
         """State name by the user's request id (vLLM appends a random suffix to it)."""
         return {r.rpartition("-")[0]: t.state.name for r, t in self.coordinator.planner.tracks.items()}
-
-    @contextmanager
-    def run_ahead(self) -> Iterator[None]:
-        """Two steps in flight, as asynchronous scheduling on a GPU has (vLLM forces it off on the CPU)."""
-        core, coordinator = self.core, self.coordinator
-        saved = core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds
-        core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
-        core.step_fn, coordinator.bounds = core.step_with_batch_queue, replace(coordinator.bounds, depth=2)
-        try:
-            yield
-            while core.batch_queue:
-                core.step_fn()
-        finally:
-            core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds = saved
 
     def assert_at_rest(self) -> None:
         """Nothing is held and nothing is left in anyone's books, on both sides."""

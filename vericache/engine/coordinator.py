@@ -18,13 +18,15 @@ from scheduler.planner import Planner
 from scheduler.throughput import Throughput
 from vericache.config import VeriCacheConfig
 from vericache.engine.blocks import DeviceBlocks, ids
+from vericache.engine.demotion import Demotion
 from vericache.engine.detached import Detached
 from vericache.engine.eligibility import POOLS_FULL, Reason, end_tokens, resident_reason
 from vericache.engine.grammar import Grammars
 from vericache.engine.needs import RoundNeeds
 from vericache.engine.observe import EngineStats
-from vericache.engine.ops import MEASURED, Compress, DraftRow, Load, Offload, ProbeRow, StepReport, VerifyRow, WriteBack
-from vericache.engine.plan import Bounds, Draft, Probing, StepPlan, Verify
+from vericache.engine.ops import MEASURED, DraftRow, Load, Offload, StepReport, VerifyRow, WriteBack
+from vericache.engine.plan import Bounds, Draft, StepPlan, Verify
+from vericache.engine.prestore import Prestore
 from vericache.engine.reservations import Reservations
 from vericache.engine.settings import MemoryPlan
 from vericache.errors import RequestError
@@ -49,6 +51,7 @@ class Coordinator:
         self.grammars = grammars
         self.records: dict[str, Detached] = {}
         self.reserved = Reservations(plan, blocks, bounds.seats, settings.page_tokens)
+        self.prestore = Prestore(plan, blocks, self.reserved)
         self.stats = EngineStats()
         self._past: dict[str, Detached] = {}  # records of requests that became plain rows again
         self._emptied: list[int] = []  # slots whose pages the workers can free
@@ -64,6 +67,7 @@ class Coordinator:
         self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
         policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
+        self.demotion = Demotion(self.plan, self.blocks, self.bounds, self.texts, settings.verify_tokens)
         self._needs = RoundNeeds(
             self.records, self.planner, self.plan, self.blocks, self.bounds, self.throughput, self._wished_length
         )
@@ -93,9 +97,11 @@ class Coordinator:
         """Take everything the request needs to draft, all or nothing; False leaves it resident."""
         window = self.settings.window
         tail = min(self.settings.tail_tokens, request.max_tokens) + window
-        record = self.reserved.open(request, self._fitted(request), tail, window)
+        own = self.prestore.pages(request.request_id)
+        record = self.reserved.open(request, self._fitted(request), tail, window, own)
         if record is None:
             return False
+        record.stored = self.prestore.hand_over(request.request_id)
         if past := self._past.pop(record.request_id, None):
             record.rounds, record.recoveries = past.rounds, past.recoveries
         self.records[record.request_id] = record
@@ -117,13 +123,8 @@ class Coordinator:
     def _fitted(self, request: Request) -> MethodSpec:
         """The request's method with scoring rows that fit in a step and behind the context."""
         config = self.asked(request).config
-        room = min(self._scoring_room, self.bounds.max_model_len - request.num_tokens - 1)
+        room = min(self.demotion.scoring_room, self.bounds.max_model_len - request.num_tokens - 1)
         return METHODS[config.compressor].fit(config.method, room)
-
-    @property
-    def _scoring_room(self) -> int:
-        """Tokens that scoring rows may take of a step: what all drafts and verifies leave of it."""
-        return self.bounds.step_tokens - self.bounds.seats - self.settings.verify_tokens
 
     # -- planning one step -----------------------------------------------------------------------------
 
@@ -134,12 +135,16 @@ class Coordinator:
         for record in list(self.records.values()):
             state = self.planner.tracks[record.request_id].state
             if state is State.DEMOTING and not record.settling:
-                self._demotion_step(record, out)
+                if reason := self.demotion.step(record, out):
+                    (out.recompute if record.anew else out.rejoin).append(record)
+                    self.abandon(record, reason)
             elif state is State.WAITING and not self._fits_host(record):
                 out.recompute.append(record)
                 self.abandon(record, "host_store_full")
         # Requests that are being served go before new ones, once they have waited long enough.
         reserved = 0 if self.planner.late else head_blocks
+        self._forgotten += [p.row.row_id for p in out.probes]  # from the next step on
+        out.before += self._store_ahead(running)
         limits = Limits(self.throughput.iteration_ns, self._transient_pages(running, reserved))
         tick = self.planner.tick(self._needs, limits)
         for request_id in tick.loads:
@@ -152,49 +157,15 @@ class Coordinator:
             self._verify(self.records[request_id], count, out)
         return out
 
-    def _demotion_step(self, record: Detached, out: StepPlan) -> None:
-        """One scoring row per step while there are any, then offload and compress in one step."""
-        request, context = record.request, record.context
-        if request.num_output_placeholders or context != request.num_tokens - 1:
-            return  # the token that ends the context is still in flight
-        own = [] if record.anew else self.blocks.of_request(request)
-        held = (own or ids(record.blocks))[: self.plan.blocks_for(context)]
-        device = held + (ids(record.blocks)[len(held) :] if record.anew else ids(record.blocks))
-        tokens = list(request.all_token_ids[:context])
-        if record.probes is None:
-            record.probes = METHODS[record.spec.name].probes(tokens, record.spec, self.texts)
-        if record.probes_sent < len(record.probes):
-            probe, index = record.probes[record.probes_sent], record.probes_sent
-            length = probe.start + len(probe.tokens)
-            needed = self.plan.blocks_for(length)
-            too_long = len(probe.tokens) > self._scoring_room or length > self.bounds.max_model_len
-            if too_long or needed > len(device):  # the tokenizer's texts are longer than the method's bound
-                (out.recompute if record.anew else out.rejoin).append(record)
-                self.abandon(record, "scoring_too_long")
-                return
-            full = len(out.probes) >= self.bounds.scoring_rows
-            if full or out.probe_tokens + len(probe.tokens) > self._scoring_room:
-                return  # another request's scoring row fills this step
-            record.probes_sent += 1
-            row = ProbeRow(
-                record.row_id(f"probe{context}.{index}"),
-                record.request_id,
-                record.slot,
-                index,
-                context,
-                record.spec,
-                tuple(device[:needed]),
-                replay=probe.start < context,
-            )
-            out.probes.append(Probing(record, row, [*tokens[: probe.start], *probe.tokens], probe.start))
-            self._forgotten.append(row.row_id)  # from the next step on
-            return
-        if not record.anew:
-            out.before.append(Offload(record.request_id, tuple(held), tuple(record.host_pages[: len(held)])))
-        probes = len(record.probes)
-        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes))
-        record.settling = True
-        out.settling.append(record)
+    def _store_ahead(self, running: Iterable[Request]) -> list[Offload]:
+        """Copies for prompts under way, as many as the link can take in an iteration."""
+        if self.settings.mode == "off":
+            return []
+        link = self.throughput.bandwidth.value * self.throughput.iteration.value
+        most = max(1, int(link / self.plan.block_bytes))
+        window = self.settings.window
+        spare = len(self.records) * self.plan.blocks_for(window)  # for what is drafting already
+        return self.prestore.step(running, lambda r: self.resident_reason(r) is None, window, spare, most)
 
     def _draft(self, record: Detached, out: StepPlan) -> None:
         round_ = self.planner.tracks[record.request_id].round
@@ -228,7 +199,10 @@ class Coordinator:
 
     def _fits_host(self, record: Detached) -> bool:
         """Host pages for the next round; fewer shorten it. False when not even one more token fits."""
-        self.reserved.extend_host(record, record.request.num_tokens + self.settings.window)
+        wanted = record.request.num_tokens + self.settings.window
+        self.reserved.extend_host(record, wanted)
+        if len(record.host_pages) * self.plan.block_tokens < record.request.num_tokens and self.prestore.forget_all():
+            self.reserved.extend_host(record, wanted)  # what is copied ahead must not stand in the way
         return len(record.host_pages) * self.plan.block_tokens >= record.request.num_tokens
 
     def _transient_pages(self, running: Iterable[Request], head_blocks: int) -> int:
@@ -274,7 +248,9 @@ class Coordinator:
         plain rows again with their KV still in vLLM's blocks, and those whose KV is gone."""
         failed = {f.request_id for f in report.failures}
         rejoin: list[Detached] = []
-        recompute: list[Detached] = []
+        recompute = [
+            r for f in report.failures if f.op == Offload.__name__ and (r := self._copy_failed(f.request_id, plan))
+        ]
         for record in plan.settling:
             if not self._is_live(record):
                 continue
@@ -297,6 +273,19 @@ class Coordinator:
                 recompute.append(record)
                 self.abandon(record, "no_scratch_blocks")
         return rejoin, recompute
+
+    def _copy_failed(self, request_id: str, plan: StepPlan) -> Detached | None:
+        """A copy made ahead failed: all of them are made anew, or, if the request relies on it already, it is returned,
+        abandoned."""
+        self.prestore.forget(request_id)
+        record = self.records.get(request_id)
+        if record is None or record in plan.settling:
+            return None
+        if not record.settling and not record.base:
+            record.stored = 0
+            return None
+        self.abandon(record, "offload_failed")
+        return record
 
     def _is_live(self, record: Detached) -> bool:
         return self.records.get(record.request_id) is record
@@ -345,6 +334,7 @@ class Coordinator:
 
     def finish(self, request: Request) -> dict[str, Any]:
         """The request ended, in any state. Gives back what it owns and returns its summary."""
+        self.prestore.forget(request.request_id)
         record = self.records.pop(request.request_id, None)
         if record is not None:
             self.planner.finish(record.request_id)

@@ -19,6 +19,7 @@ class Detached:
     arena_units: int  # head pages reserved: the compressed context's bound and the tail's capacity
     tail_capacity: int  # uncompressed tokens the reservation holds
     host_pages: list[int]
+    stored: int = 0  # leading blocks that were copied to the host while the prompt was computed
     base: int = 0  # context tokens when the slot was filled
     blocks: list[KVCacheBlock] = field(default_factory=list)  # device blocks held: transient pages, or scratch
     anew: bool = False  # being compressed again at a verify boundary: ``blocks`` hold the context

@@ -4,6 +4,7 @@ Arena slots and pages, host pages and device blocks are reserved here and given 
 request is reserved all-or-nothing before anything of it moves, with bounds known before any score is.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm.v1.request import Request
@@ -34,12 +35,14 @@ class Reservations:
         """Everything is back, also what had to wait for steps in flight."""
         return not self.arena.used and self.host.free == self.host.size
 
-    def open(self, request: Request, spec: MethodSpec, tail: int, window: int) -> Detached | None:
-        """Everything a request needs to draft with an uncompressed tail of ``tail`` tokens; None and nothing taken
-        when any of it is missing."""
+    def open(
+        self, request: Request, spec: MethodSpec, tail: int, window: int, own: Sequence[int] = ()
+    ) -> Detached | None:
+        """Everything a request needs to draft with an uncompressed tail of ``tail`` tokens, its ``own`` host pages
+        included; None and nothing taken when any of it is missing."""
         context = request.num_tokens
         units, scratch = self._units(spec, context, tail), self._scratch(spec, context)
-        pages = self.plan.blocks_for(context + window)
+        pages = max(0, self.plan.blocks_for(context + window) - len(own))
         if not self.slots.free or units > self.arena.free or pages > self.host.free or scratch > self.blocks.free:
             return None
         self.arena.take(units)
@@ -47,16 +50,20 @@ class Reservations:
         assert slot is not None
         assert host_pages is not None
         assert blocks is not None
-        return Detached(request, spec, slot[0], units, tail, host_pages, blocks=blocks)
+        return Detached(request, spec, slot[0], units, tail, [*own, *host_pages], blocks=blocks)
 
     def close(self, record: Detached) -> None:
         """Give everything back. Host pages and blocks wait for the steps in flight; the slot's pages are freed by the
         worker, which the caller tells before anything fills the slot again."""
         self.give_blocks(record)
         pages, record.host_pages = record.host_pages, []
-        self.fence.after_in_flight(lambda: self.host.release(pages))
+        self.give_pages(pages)
         self.slots.release([record.slot])
         self.arena.release(record.arena_units)
+
+    def give_pages(self, pages: Sequence[int]) -> None:
+        """Return host pages once no step in flight writes to them."""
+        self.fence.after_in_flight(lambda: self.host.release(pages))
 
     def give_blocks(self, record: Detached) -> None:
         """Return the device blocks a request holds outside vLLM's books."""

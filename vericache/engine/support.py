@@ -75,6 +75,10 @@ def _has_windows(config: Any) -> bool:
 
 def check_pool(settings: VeriCacheConfig, plan: MemoryPlan, bounds: Bounds) -> None:
     """Every request must be able to reload its whole KV, so the pool has to hold one of the longest."""
+    if bounds.seats < 1:
+        raise ConfigError(
+            "max_num_seqs is 1, but on vLLM's V2 model runner one row is kept free for scoring rows; set at least 2"
+        )
     longest = plan.blocks_for(bounds.max_model_len)
     if plan.num_blocks - 1 < longest:  # block 0 is vLLM's null block
         raise ConfigError(

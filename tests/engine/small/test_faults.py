@@ -1,7 +1,5 @@
 """Injected faults: the request is recomputed, waits, or stays resident; never a wrong token, never a dead engine."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,35 +10,12 @@ from compressors.budget import kept_count
 from compressors.kvzip import KVzip
 from tests.engine.conftest import OUTPUT_TOKENS
 from tests.engine.harness import Harness
+from tests.faults import BrokenError, failing_copies
 from vericache.draft.arena import page_bound
-from vericache.store.transfer import Copied, Direction
+from vericache.store.transfer import Direction
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 NAMES = ["continue_code", "summarise"]
-
-
-class BrokenError(Exception):
-    """An error no code of ours knows."""
-
-
-@contextmanager
-def failing_copies(engine: Harness, direction: Direction, fails: Callable[[int], bool]) -> Iterator[list[int]]:
-    """The n-th copy in ``direction`` raises when ``fails(n)``."""
-    copies, count = engine.worker.copies, [0]
-    submit = copies.submit
-
-    def broken_submit(way: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Copied:
-        if way is direction:
-            count[0] += 1
-            if fails(count[0]):
-                raise BrokenError(f"copy {count[0]} {way.value}")
-        return submit(way, blocks, pages)
-
-    copies.submit = broken_submit
-    try:
-        yield count
-    finally:
-        del copies.submit
 
 
 def check(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> list[dict[str, Any]]:

@@ -144,6 +144,11 @@ def test_memory_too_small_for_one_request(changes: dict[str, int], why: str) -> 
     check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, 1, 1000, 32), Bounds(1024, 8, 1024, 1, 8, False))
 
 
+def test_no_row_left_for_requests() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs is 1"):
+        check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, 1, 1000, 32), Bounds(1024, 0, 1024, 1, 1, True))
+
+
 @pytest.mark.parametrize("name", ["scheduler_cls", "worker_cls", "kv_transfer_config"])
 def test_conflicting_engine_arguments(name: str) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+
+import tests.tiny_model as tiny_model_folder
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 GPU = torch.cuda.is_available()
@@ -15,16 +15,7 @@ if GPU:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"  # read when vLLM is imported
 elif os.environ.get("TRITON_INTERPRET") == "1":
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1")
-    import triton.backends
-
-    class AlwaysActive:
-        """vLLM asks whether Triton has a driver for the platform; the interpreter needs none."""
-
-        @staticmethod
-        def is_active() -> bool:
-            return True
-
-    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=AlwaysActive)
+    import tests.interpreted.stub.sitecustomize  # noqa: F401  lets vLLM start without a GPU
 
 ENGINE = {
     "max_model_len": 512,
@@ -63,56 +54,9 @@ SETTINGS = {
 }
 
 
-VOCABULARY = 512
-
-
-def train_tokenizer(folder: Path) -> None:
-    """A byte-pair vocabulary of ``VOCABULARY`` tokens, from a text that ships with the project."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<pad>", "<s>", "</s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([files("vericache.demo").joinpath("prompts/loomings.txt").read_text()], trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, random weights, and a tokenizer to match."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64 if GPU else 32, max_position_embeddings=1024, initializer_range=0.3,
-        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).eval().save_pretrained(folder)
-    train_tokenizer(folder)
-    return folder
-
-
-def store_with_any_mask() -> None:
-    """The interpreter takes boolean masks only; vLLM's grammar kernel comes to an integer one."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    store = InterpreterBuilder.create_masked_store
-
-    def patched(self: Any, ptrs: Any, value: Any, mask: Any, policy: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return store(self, ptrs, value, mask, policy)
-
-    InterpreterBuilder.create_masked_store = patched
+    return tiny_model_folder.save(tmp_path_factory.mktemp("tiny"), 64 if GPU else 32)
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +69,6 @@ def engine(tiny_model: Path) -> Iterator["V2Engine"]:  # type: ignore[name-defin
         from vllm.v1.worker.gpu.sample import sampler, states
 
         sampler.apply_top_k_top_p = states.apply_top_k_top_p = apply_top_k_top_p_pytorch
-        store_with_any_mask()
     found = V2Engine(tiny_model, GPU_ENGINE if GPU else CPU_ENGINE, SETTINGS)
     yield found
     found.close()

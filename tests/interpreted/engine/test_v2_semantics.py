@@ -1,7 +1,6 @@
 """What a request may ask for, and what may go wrong, on the V2 runner: a fast subset of the V1 runner's tests."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -12,8 +11,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.engine import tokens
 from compressors.snapkv import SnapKV
+from tests.faults import BrokenError, failing_copies
 from tests.interpreted.engine.v2_engine import V2Engine, params
-from vericache.store.transfer import Direction, Ticket
+from vericache.store.transfer import Direction
 
 EXACT = not torch.cuda.is_available()
 KINDS = {
@@ -82,30 +82,6 @@ def test_stop_strings_and_several_outputs(engine: V2Engine) -> None:
         assert [o.token_ids for o in drafted.outputs] == [o.token_ids for o in plain.outputs]
         assert [o.stop_reason for o in drafted.outputs] == [o.stop_reason for o in plain.outputs]
     engine.at_rest()
-
-
-class BrokenError(Exception):
-    """An error no code of ours knows."""
-
-
-@contextmanager
-def failing_copies(engine: V2Engine, direction: Direction, fails: Callable[[int], bool]) -> Iterator[None]:
-    """The n-th copy in ``direction`` raises when ``fails(n)``."""
-    copies, count = engine.worker.copies, [0]
-    submit = copies.submit
-
-    def broken_submit(way: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Ticket:
-        if way is direction:
-            count[0] += 1
-            if fails(count[0]):
-                raise BrokenError(f"copy {count[0]} {way.value}")
-        return submit(way, blocks, pages)
-
-    copies.submit = broken_submit
-    try:
-        yield
-    finally:
-        del copies.submit
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """An engine on the V2 runner, and what its tests ask of it."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,23 +34,6 @@ class V2Engine(LiveEngine):
                         assert abs(entry.logprob - b[token].logprob) < 1e-4
         self.at_rest()
         return summaries(drafted)
-
-    @contextmanager
-    def run_ahead(self) -> Iterator[None]:
-        """Two steps in flight; a GPU has them anyway."""
-        core, coordinator = self.core, self.coordinator
-        if core.batch_queue_size > 1:
-            yield
-            return
-        saved = core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds
-        core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
-        core.step_fn, coordinator.bounds = core.step_with_batch_queue, replace(coordinator.bounds, depth=2)
-        try:
-            yield
-            while core.batch_queue:
-                core.step_fn()
-        finally:
-            core.batch_queue_size, core.batch_queue, core.step_fn, coordinator.bounds = saved
 
     def at_rest(self) -> None:
         for _ in range(3):

@@ -1,0 +1,76 @@
+"""How a request leaves the device: its scoring rows, then one step that copies its KV to the host and compresses it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from compressors import METHODS
+from vericache.engine.blocks import DeviceBlocks, ids
+from vericache.engine.detached import Detached
+from vericache.engine.ops import Compress, Offload, ProbeRow
+from vericache.engine.plan import Bounds, Probing, StepPlan
+from vericache.engine.settings import MemoryPlan
+
+
+@dataclass(frozen=True)
+class Demotion:
+    """``texts``: token ids that scoring rows append (see ``compressors.Scorer.probes``)."""
+
+    plan: MemoryPlan
+    blocks: DeviceBlocks
+    bounds: Bounds
+    texts: Mapping[str, Sequence[int]]
+    verify_tokens: int
+
+    @property
+    def scoring_room(self) -> int:
+        """Tokens that scoring rows may take of a step: what all drafts and verifies leave of it."""
+        return self.bounds.step_tokens - self.bounds.seats - self.verify_tokens
+
+    def step(self, record: Detached, out: StepPlan) -> str | None:
+        """One scoring row per step while there are any, then offload and compress in one step. Returns why the request
+        has to be given up, if so."""
+        request, context = record.request, record.context
+        if request.num_output_placeholders or context != request.num_tokens - 1:
+            return None  # the token that ends the context is still in flight
+        own = [] if record.anew else self.blocks.of_request(request)
+        held = (own or ids(record.blocks))[: self.plan.blocks_for(context)]
+        device = held + (ids(record.blocks)[len(held) :] if record.anew else ids(record.blocks))
+        if record.probes is None:
+            tokens = list(request.all_token_ids[:context])
+            record.probes = METHODS[record.spec.name].probes(tokens, record.spec, self.texts)
+        if record.probes_sent < len(record.probes):
+            return self._score(record, device, out)
+        if not record.anew:
+            rest = slice(min(record.stored, len(held)), len(held))
+            out.before.append(Offload(record.request_id, tuple(held[rest]), tuple(record.host_pages[rest])))
+        probes = len(record.probes)
+        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes))
+        record.settling = True
+        out.settling.append(record)
+        return None
+
+    def _score(self, record: Detached, device: Sequence[int], out: StepPlan) -> str | None:
+        assert record.probes is not None
+        probe, index, context = record.probes[record.probes_sent], record.probes_sent, record.context
+        length = probe.start + len(probe.tokens)
+        needed = self.plan.blocks_for(length)
+        too_long = len(probe.tokens) > self.scoring_room or length > self.bounds.max_model_len
+        if too_long or needed > len(device):  # the tokenizer's texts are longer than the method's bound
+            return "scoring_too_long"
+        full = len(out.probes) >= self.bounds.scoring_rows
+        if full or out.probe_tokens + len(probe.tokens) > self.scoring_room:
+            return None  # another request's scoring row fills this step
+        record.probes_sent += 1
+        row = ProbeRow(
+            record.row_id(f"probe{context}.{index}"),
+            record.request_id,
+            record.slot,
+            index,
+            context,
+            record.spec,
+            tuple(device[:needed]),
+            replay=probe.start < context,
+        )
+        known = record.request.all_token_ids[: probe.start]
+        out.probes.append(Probing(record, row, [*known, *probe.tokens], probe.start))
+        return None
