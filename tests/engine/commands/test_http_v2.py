@@ -52,6 +52,7 @@ def v2_client(v2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     environment = {
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "PYTHONPATH": os.pathsep.join([str(STUB), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     log = tmp_path_factory.mktemp("server") / "log"
