@@ -73,6 +73,17 @@ def _has_windows(config: Any) -> bool:
     return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
+def check_kernels(head_size: int, page_tokens: int) -> None:
+    """The GPU kernels hold whole heads and pages in blocks whose sides are powers of two. Raises UnsupportedError or
+    ConfigError."""
+    if head_size & (head_size - 1):
+        raise UnsupportedError(
+            f"the model's head size is {head_size}, the kernels that draft on a GPU take powers of two; use plain vLLM"
+        )
+    if page_tokens & (page_tokens - 1):
+        raise ConfigError(f"page_tokens is {page_tokens}, on a GPU it must be a power of two; set it to 32, 64 or 128")
+
+
 def check_pool(settings: VeriCacheConfig, plan: MemoryPlan, bounds: Bounds) -> None:
     """Every request must be able to reload its whole KV, so the pool has to hold one of the longest."""
     if bounds.seats < 1:

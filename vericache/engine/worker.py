@@ -19,6 +19,7 @@ from vericache.engine.connector import VeriCacheConnector
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.pages import PageLayout
 from vericache.engine.settings import MemoryPlan, settings_of
+from vericache.engine.support import check_kernels
 from vericache.store.host import HostStore
 from vericache.store.transfer import CopyEngine
 
@@ -59,6 +60,7 @@ class DraftWorker:
             return HostRuntime(arena)
         from vericache.draft.device import DeviceRuntime  # Triton, which vLLM may have disabled
 
+        check_kernels(shape.head_dim, settings.page_tokens)
         arena.with_tables(scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len)
         return DeviceRuntime(arena, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 

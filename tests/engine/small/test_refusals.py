@@ -16,7 +16,7 @@ from vericache.draft import backend, backend_cpu
 from vericache.engine.eligibility import resident_reason
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
-from vericache.engine.support import check_bitwise, check_pool, check_supported
+from vericache.engine.support import check_bitwise, check_kernels, check_pool, check_supported
 from vericache.errors import ConfigError, UnsupportedError
 from vericache.plugin import engine_arguments
 
@@ -142,6 +142,14 @@ def test_memory_too_small_for_one_request(changes: dict[str, int], why: str) -> 
     with pytest.raises(ConfigError, match=why):
         check_pool(VeriCacheConfig(), plan, bounds)
     check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, 1, 1000, 32), Bounds(1024, 8, 1024, 1, 8, False))
+
+
+def test_what_the_gpu_kernels_cannot_hold() -> None:
+    with pytest.raises(UnsupportedError, match="head size is 80"):
+        check_kernels(80, 32)
+    with pytest.raises(ConfigError, match="page_tokens is 24"):
+        check_kernels(128, 24)
+    check_kernels(64, 16)
 
 
 def test_no_row_left_for_requests() -> None:
