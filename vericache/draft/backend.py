@@ -2,7 +2,7 @@
 
 A subclass registered over the stock backend (``register_backend`` on the same enum member), so that selection, KV cache
 spec, page layout and every isinstance check stay stock. An impl that no VeriCache worker has attached (``draft is
-None``) behaves exactly as its parent. ``backend_cpu`` and ``backend_cuda`` hold the subclasses.
+None``) behaves exactly as its parent. ``backend_cpu`` and ``backend_cuda`` hold the composites.
 """
 
 from typing import Any
@@ -89,6 +89,14 @@ class DraftAttention:
             runtime.observe(index, heads, key.view(-1, self.num_kv_heads, self.head_size), kv_cache, self.scale)
         runtime.attend(index, heads, output.view(-1, self.num_heads, self.head_size), self.scale)
         return output
+
+
+def composite(stock: type[AttentionBackend], module: str, name: str) -> type[AttentionBackend]:
+    """A stock backend with draft rows, to be known as ``name`` in ``module``: vLLM finds backends by that path."""
+    impl = type(f"{name}Impl", (DraftAttention, stock.get_impl_cls()), {"__module__": module})
+    builder = type(f"{name}Builder", (DraftMetadata, stock.get_builder_cls()), {"__module__": module})
+    ours = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
+    return type(name, (stock,), {"__module__": module, "__doc__": f"{stock.__name__} with draft rows.", **ours})
 
 
 def override(member: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:

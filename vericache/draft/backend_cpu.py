@@ -1,33 +1,11 @@
 """The composite over vLLM's CPU attention."""
 
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vericache.draft.backend import DraftAttention, DraftMetadata, override
+from vericache.draft.backend import composite, override
 
-
-class DraftCPUMetadataBuilder(DraftMetadata, CPUAttentionMetadataBuilder):
-    """See ``DraftMetadata``."""
-
-
-class DraftCPUAttention(DraftAttention, CPUAttentionBackendImpl):
-    """See ``DraftAttention``."""
-
-
-class DraftCPUBackend(CPUAttentionBackend):
-    """Keeps the stock name."""
-
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return DraftCPUAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        return DraftCPUMetadataBuilder
+DraftCPUBackend = composite(CPUAttentionBackend, __name__, "DraftCPUBackend")
 
 
 def register() -> None:

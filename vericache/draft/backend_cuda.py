@@ -1,58 +1,13 @@
-"""The composites over vLLM's GPU backends. Imported where there is a GPU only."""
+"""The composites over vLLM's GPU backends."""
 
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionImpl,
-    FlashAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
-from vericache.draft.backend import DraftAttention, DraftMetadata, override
+from vericache.draft.backend import composite, override
 
-
-class DraftFlashMetadataBuilder(DraftMetadata, FlashAttentionMetadataBuilder):
-    """See ``DraftMetadata``."""
-
-
-class DraftFlashAttention(DraftAttention, FlashAttentionImpl):
-    """See ``DraftAttention``."""
-
-
-class DraftFlashBackend(FlashAttentionBackend):
-    """Keeps the stock name."""
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        return DraftFlashAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return DraftFlashMetadataBuilder
-
-
-class DraftTritonMetadataBuilder(DraftMetadata, TritonAttentionMetadataBuilder):
-    """See ``DraftMetadata``."""
-
-
-class DraftTritonAttention(DraftAttention, TritonAttentionImpl):
-    """See ``DraftAttention``."""
-
-
-class DraftTritonBackend(TritonAttentionBackend):
-    """Keeps the stock name."""
-
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        return DraftTritonAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        return DraftTritonMetadataBuilder
+DraftFlashBackend = composite(FlashAttentionBackend, __name__, "DraftFlashBackend")
+DraftTritonBackend = composite(TritonAttentionBackend, __name__, "DraftTritonBackend")
 
 
 def register() -> None:

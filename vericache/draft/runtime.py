@@ -1,6 +1,7 @@
 """The worker's draft state as the attention backend sees it: the arena, this step's rows, a running scoring pass."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ Observed = list[tuple[int, int, Observer]]  # (first token, end token, observer)
 
 
 @dataclass
-class DraftRuntime:
+class DraftRuntime(ABC):
     """Shared by all attention layers of a worker, prepared once per step before the forward pass. A subclass says how
     draft rows are resolved and attended."""
 
@@ -42,18 +43,18 @@ class DraftRuntime:
         for lo, hi, observer in self.observed:
             observer.observe(layer, query[lo:hi], key[lo:hi], cache, scale)
 
+    @abstractmethod
     def without_draft_keys(self, metadata: Any) -> Any:
         """vLLM's ``CommonAttentionMetadata`` with sequence length 0 at draft rows: the stock kernel may then run over
         all rows, and its other rows are bitwise those of a batch without draft rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Refresh the tails with this batch's K/V, ``[T, H, D]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
         """Overwrite the draft rows of ``output``; ``query`` and ``output`` are ``[T, Hq, D]``."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -28,12 +28,15 @@ class SideBySideLayout:
         self.block_size, self.head_dim = block_size, head_dim
 
     def read(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor]:
-        block = to_device(torch.tensor(blocks, dtype=torch.int64, device="cpu"), cache.device)
-        rows = cache[block[positions // self.block_size], :, positions % self.block_size].transpose(0, 1)
+        rows = self._gather(cache, blocks, positions)
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
 
     def read_keys(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
-        return self.read(cache, blocks, positions)[0]
+        return self._gather(cache[..., : self.head_dim], blocks, positions)
+
+    def _gather(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
+        block = to_device(torch.tensor(blocks, dtype=torch.int64, device="cpu"), cache.device)
+        return cache[block[positions // self.block_size], :, positions % self.block_size].transpose(0, 1)
 
 
 class CpuPageLayout:

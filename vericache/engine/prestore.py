@@ -19,7 +19,6 @@ from vericache.engine.settings import MemoryPlan
 class Stored:
     """Host pages of one request, and how many of its leading blocks they hold (once the copies are done)."""
 
-    request: Request
     pages: list[int]
     blocks: int = 0
 
@@ -61,11 +60,12 @@ class Prestore:
 
     def _take_up(self, request: Request, window: int, spare: int) -> Stored | None:
         count, host = self._plan.blocks_for(request.num_tokens + window), self._reserved.host
-        pages = host.take(count) if count + spare <= host.free else None
-        if pages is None:
+        if count + spare > host.free:
             return None
-        self._stored[request.request_id] = Stored(request, pages)
-        return self._stored[request.request_id]
+        pages = host.take(count)
+        assert pages is not None
+        held = self._stored[request.request_id] = Stored(pages)
+        return held
 
     def pages(self, request_id: str) -> list[int]:
         """Pages held for a request."""

@@ -34,11 +34,11 @@ class VeriCacheModelRunner(CPUModelRunner):
         worker = kv_worker()
         if worker is not None and isinstance(metadata, StepMetadata):
             batch = self.input_batch
-            positions = self.positions[: int(ends[-1])]
             starts = [0, *ends.tolist()]
             found = worker.match(metadata, batch.req_ids, starts)
             assert isinstance(worker.runtime, HostRuntime)
-            worker.runtime.begin(found.slots, starts, positions.tolist(), found.observed)
+            positions = self.positions[: starts[-1]].tolist() if any(found.slots) else []
+            worker.runtime.begin(found.slots, starts, positions, found.observed)
             # Draft rows own no block, but their block-table row can hold a former owner's ids.
             slot_mapping = batch.block_table[0].slot_mapping.gpu
             for lo, hi, skipped in zip(starts, starts[1:], found.unwritten, strict=False):

@@ -37,11 +37,12 @@ class DraftRows(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        width = settings_of(self.vllm_config).window  # no round drafts as many
+        settings = settings_of(self.vllm_config)
+        width = settings.window  # no round drafts as many
         states = self.req_states
         states.draft_tokens = torch.zeros(states.max_num_reqs, width, dtype=torch.int64, device=self.device)
         self.structured_outputs_worker = StructuredOutputsWorker(
-            max_num_logits=self.max_num_reqs + settings_of(self.vllm_config).verify_tokens,
+            max_num_logits=self.max_num_reqs + settings.verify_tokens,
             vocab_size=self.vocab_size,
             device=self.device,
             mask_stride=width,

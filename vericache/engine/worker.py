@@ -3,6 +3,7 @@
 ``DraftWorker`` is what both have in common; a GPU's worker is in ``worker_cuda``.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from vericache.store.host import HostStore
 from vericache.store.transfer import CopyEngine
 
 
-class DraftWorker:
+class DraftWorker(ABC):
     """Mixin of a vLLM worker: the arena's share of the KV budget, and the pieces that need KV caches to exist."""
 
     vllm_config: VllmConfig
@@ -64,8 +65,10 @@ class DraftWorker:
         arena.with_tables(scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len)
         return DeviceRuntime(arena, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
+    @abstractmethod
     def _copies(self, caches: list[Tensor], store: HostStore) -> CopyEngine:
-        raise NotImplementedError
+        """Between the KV caches and the host store."""
 
+    @abstractmethod
     def _layout(self, plan: MemoryPlan, layer: Attention) -> PageLayout:
-        raise NotImplementedError
+        """Of the attention backend's pages."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu import cudagraph_utils, input_batch
@@ -19,6 +20,8 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vericache.draft import backend_cuda
+from vericache.draft.backend import DraftAttention, DraftMetadata
 from vericache.draft.triton_step import PAD_SLOT
 
 
@@ -131,3 +134,21 @@ def test_overrides_are_what_the_gpu_platform_resolves() -> None:
 
 def test_the_slot_of_what_is_not_written() -> None:
     assert PAD_SLOT == PAD_SLOT_ID
+
+
+@pytest.mark.parametrize(
+    ("name", "stock"), [("FLASH_ATTN", FlashAttentionBackend), ("TRITON_ATTN", TritonAttentionBackend)]
+)
+def test_composites_are_found_by_their_path(name: str, stock: type) -> None:
+    member = AttentionBackendEnum[name]
+    before = dict(_ATTN_OVERRIDES)
+    try:
+        backend_cuda.register()
+        found = member.get_class()
+    finally:
+        _ATTN_OVERRIDES.clear()
+        _ATTN_OVERRIDES.update(before)
+    assert issubclass(found, stock)
+    assert found.get_name() == stock.get_name()
+    assert found.get_impl_cls().__mro__[1:3] == (DraftAttention, stock.get_impl_cls())
+    assert found.get_builder_cls().__mro__[1:3] == (DraftMetadata, stock.get_builder_cls())

@@ -95,7 +95,7 @@ def test_unsupported_vllm_features(folder: Path, arguments: dict[str, Any], why:
 def test_unsupported_layers(engine: Harness, attribute: str, value: Any, why: str) -> None:
     """Every property of a layer's attention that the arena does not reproduce."""
     layers = engine.scheduler.vllm_config.compilation_config.static_forward_context
-    impl = object.__new__(backend_cpu.DraftCPUAttention)
+    impl = object.__new__(backend_cpu.DraftCPUBackend.get_impl_cls())
     impl.__dict__.update({**next(iter(layers.values())).impl.__dict__, attribute: value})
     with pytest.raises(UnsupportedError, match=why):
         backend.attach({"layers.0.attn": SimpleNamespace(impl=impl)}, engine.worker.runtime)
