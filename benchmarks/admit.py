@@ -128,6 +128,9 @@ class Crowd:
     def demand(self, request_id: str, anchor: int) -> Demand:
         return self.rounds[int(request_id)]
 
+    def drafts_ahead(self, request_id: str) -> bool:
+        return False
+
     def take_pages(self, request_id: str) -> bool:
         return True
 
@@ -147,7 +150,7 @@ def ticks() -> list[Series]:
         for request_id in out.drafts:
             planner.drafted(request_id, last=False)
         for request_id, _ in out.verifies:
-            planner.verified(request_id, 0)
+            planner.verified(request_id, 0, WINDOW - 1)
     return [early, late]
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    RESIDENT -> DEMOTING -> WAITING -> DRAFTING -> LOADING -> VERIFYING -> WAITING ...
+    RESIDENT -> DEMOTING -> WAITING -> DRAFTING -> LOADING -> VERIFYING -> WAITING or DRAFTING ...
         ^           |          |           |          |           |
         +-----------+----------+-----------+----------+-----------+      (back to a plain vLLM row)
     any state -> FINISHED
@@ -24,7 +24,7 @@ class State(enum.Enum):
     WAITING = "waiting"  # full KV on the host, compressed KV on the device, no round admitted
     DRAFTING = "drafting"  # one draft row per iteration on the compressed KV
     LOADING = "loading"  # as DRAFTING, and the transient pages of the reload are held
-    VERIFYING = "verifying"  # the verify row has been issued, its result is not known
+    VERIFYING = "verifying"  # the verify row has been issued, its result is not known; the next round may draft already
     FINISHED = "finished"
 
 
@@ -43,7 +43,7 @@ class TransitionError(RuntimeError):
 _FROM: dict[State, frozenset[State]] = {
     State.DEMOTING: frozenset({State.RESIDENT, State.VERIFYING}),
     State.WAITING: frozenset({State.DEMOTING, State.VERIFYING}),
-    State.DRAFTING: frozenset({State.WAITING}),
+    State.DRAFTING: frozenset({State.WAITING, State.VERIFYING}),
     State.LOADING: frozenset({State.DRAFTING}),
     State.VERIFYING: frozenset({State.LOADING}),
     State.RESIDENT: frozenset(set(State) - {State.RESIDENT, State.FINISHED}),
@@ -81,32 +81,47 @@ class Track:
     context: int = 0
     round: Round | None = None
     waiting_since: int = 0  # iteration since which a booking is missing
+    verifying: Booking | None = None  # of the round whose verify row is under way
+
+    @property
+    def bookings(self) -> list[Booking]:
+        found = [self.verifying, self.round.booking if self.round is not None else None]
+        return [b for b in found if b is not None]
 
     def demote(self) -> None:
         self._move(State.DEMOTING)
-        self.round = None
+        self.round = self.verifying = None
 
     def wait(self, context: int, now: int) -> None:
         self._move(State.WAITING)
-        self.context, self.round, self.waiting_since = context, None, now
+        self.context, self.round, self.verifying, self.waiting_since = context, None, None, now
 
     def draft(self, round_: Round) -> None:
-        self._move(State.DRAFTING)
+        """Begin a round: from WAITING, or ahead of the result of the verify row under way (still VERIFYING then)."""
+        if self.state is not State.VERIFYING:
+            self._move(State.DRAFTING)
         self.round = round_
+
+    def draft_on(self, context: int) -> None:
+        """The verify row's result is there, and the round that began ahead of it goes on."""
+        self._move(State.DRAFTING)
+        self.context, self.verifying = context, None
 
     def load(self) -> None:
         self._move(State.LOADING)
 
-    def verify(self) -> None:
+    def verify(self, now: int) -> None:
         self._move(State.VERIFYING)
+        assert self.round is not None
+        self.verifying, self.round, self.waiting_since = self.round.booking, None, now
 
     def reside(self) -> None:
         self._move(State.RESIDENT)
-        self.round = None
+        self.round = self.verifying = None
 
     def finish(self) -> None:
         self._move(State.FINISHED)
-        self.round = None
+        self.round = self.verifying = None
 
     def _move(self, wanted: State) -> None:
         if self.state not in _FROM[wanted]:

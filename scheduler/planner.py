@@ -27,6 +27,9 @@ class Host(Protocol):
     def demand(self, request_id: str, anchor: int) -> Demand:
         """Link time and pages of the next round."""
 
+    def drafts_ahead(self, request_id: str) -> bool:
+        """Whether the next round may begin before the result of the verify row under way is known."""
+
     def take_pages(self, request_id: str) -> bool:
         """Take the transient pages of the round now; False when the pool has too few free ones."""
 
@@ -60,14 +63,23 @@ class Planner:
     def demote(self, request_id: str) -> None:
         """The request's KV is being moved: RESIDENT (or, to compress anew, VERIFYING) -> DEMOTING."""
         track = self.tracks.setdefault(request_id, Track(request_id))
-        self._leave_round(track, track.demote)
+        self._leave(track, track.demote)
 
     def demoted(self, request_id: str, context: int) -> None:
         self.tracks[request_id].wait(context, self.rings.now)
 
-    def verified(self, request_id: str, context: int) -> None:
+    def verified(self, request_id: str, context: int, limit: int) -> None:
+        """The verify row's result is known. ``limit``: the most drafts the next verify may carry, of which a round that
+        began ahead knew a lower bound."""
         track = self.tracks[request_id]
-        self._leave_round(track, lambda: track.wait(context, self.rings.now))
+        done, round_ = track.verifying, track.round
+        if round_ is None:
+            track.wait(context, self.rings.now)
+        else:
+            track.draft_on(context)
+            round_.limit = limit
+        if done is not None:
+            self.rings.cancel(done)
 
     def drafted(self, request_id: str, last: bool) -> None:
         """One draft token of the running round is known; ``last`` ends drafting (it was an end token)."""
@@ -79,19 +91,19 @@ class Planner:
     def reside(self, request_id: str) -> None:
         """Give the request back to plain vLLM (demotion or a transfer failed)."""
         track = self.tracks[request_id]
-        self._leave_round(track, track.reside)
+        self._leave(track, track.reside)
         del self.tracks[request_id]
 
     def finish(self, request_id: str) -> None:
         track = self.tracks[request_id]
-        self._leave_round(track, track.finish)
+        self._leave(track, track.finish)
         del self.tracks[request_id]
 
-    def _leave_round(self, track: Track, move: Callable[[], None]) -> None:
-        round_ = track.round
+    def _leave(self, track: Track, move: Callable[[], None]) -> None:
+        bookings = track.bookings
         move()
-        if round_ is not None and round_.booking is not None:
-            self.rings.cancel(round_.booking)
+        for booking in bookings:
+            self.rings.cancel(booking)
 
     # -- one iteration -----------------------------------------------------------------------------
 
@@ -115,7 +127,7 @@ class Planner:
                 tokens = 1 + round_.issued
                 known = round_.complete or not booking.named
                 if known and (tokens <= budget or budget == self.verify_tokens):
-                    track.verify()
+                    track.verify(now)
                     out.verifies.append((track.request_id, round_.issued))
                     budget -= tokens
             elif round_.wants_draft and (booking is None or now <= booking.last_draft_at):
@@ -126,8 +138,7 @@ class Planner:
     def _rounds(self) -> list[tuple[Track, Round]]:
         """Rounds under way, the earliest verify first."""
         never = self.rings.now + self.rings.window
-        running = (State.DRAFTING, State.LOADING)
-        rounds = [(t, t.round) for t in self.tracks.values() if t.round is not None and t.state in running]
+        rounds = [(t, t.round) for t in self.tracks.values() if t.round is not None]
         return sorted(rounds, key=lambda r: r[1].booking.verify_at if r[1].booking else never)
 
     def _rebook(self, host: Host, limits: Limits) -> bool:
@@ -151,7 +162,7 @@ class Planner:
         return True
 
     def _admit(self, host: Host, limits: Limits) -> None:
-        waiting = [t for t in self.tracks.values() if t.state is State.WAITING]
+        waiting = [t for t in self.tracks.values() if t.state is State.WAITING or self._ahead(t, host)]
         waiting.sort(key=lambda t: t.waiting_since)
         refused: list[Demand] = []
         for track in waiting:
@@ -166,6 +177,9 @@ class Planner:
                 track.draft(Round(limit, booking))
             elif self._aged(track, demand, limits):
                 return
+
+    def _ahead(self, track: Track, host: Host) -> bool:
+        return track.state is State.VERIFYING and track.round is None and host.drafts_ahead(track.request_id)
 
     def _aged(self, track: Track, demand: Demand, limits: Limits) -> bool:
         """Nobody overtakes a request that has waited for a whole window, unless it fits not even empty rings."""

@@ -99,6 +99,7 @@ class Engine:
     depth: int = 1
     lent: int = 0  # pages of the pool that are away for other uses
     named: bool = True  # a verify row names its drafts, so all of them must be known
+    ahead: bool = False  # a round may begin before the last one's result is known
 
     def __post_init__(self) -> None:
         self.pool = self.limits.pages
@@ -120,6 +121,9 @@ class Engine:
     def demand(self, request_id: str, anchor: int) -> Demand:
         wish = self.requests[request_id].wish
         return Demand(anchor, wish.span, wish.link_ns, wish.pages, self.depth - 1, self.named)
+
+    def drafts_ahead(self, request_id: str) -> bool:
+        return self.ahead and self.draft_limit(request_id) > 0
 
     def take_pages(self, request_id: str) -> bool:
         fake = self.requests[request_id]
@@ -167,15 +171,18 @@ class Engine:
     def tick(self) -> Tick:
         """Plan one step and check everything a step promises."""
         planner, before = self.planner, {i: t.state for i, t in self.planner.tracks.items()}
+        rounds = {i: t.round for i, t in planner.tracks.items()}
         self.rings.limits = self.limits
         out = planner.tick(self, self.limits)
         rows = out.drafts + [i for i, _ in out.verifies]
         assert len(set(rows)) == len(rows), "one row per request and iteration"
         assert len(set(out.loads)) == len(out.loads)
         for request_id, track in planner.tracks.items():
-            if before[request_id] is State.WAITING and track.state in DRAFTING:
+            if track.round is not None and track.round is not rounds[request_id]:
+                assert (before[request_id], track.state) in (
+                    (State.WAITING, State.DRAFTING), (State.WAITING, State.LOADING), (State.VERIFYING,) * 2,
+                )  # fmt: skip
                 self.requests[request_id].begin_round()
-                assert track.round is not None
                 assert track.round.limit == self.draft_limit(request_id)
         for request_id in out.loads:
             fake = self.requests[request_id]
@@ -184,10 +191,10 @@ class Engine:
             fake.loaded = True
         for request_id in out.drafts:
             self.requests[request_id].issued += 1
-            assert self.state(request_id) in DRAFTING
+            assert self.state(request_id) in DRAFTING or self.ahead
             assert self.requests[request_id].issued <= self.draft_limit(request_id)
         for request_id, drafts in out.verifies:
-            fake, booking = self.requests[request_id], self.booking(request_id)
+            fake, booking = self.requests[request_id], planner.tracks[request_id].verifying
             assert self.state(request_id) is State.VERIFYING
             assert drafts == fake.issued, "a verify carries exactly the drafts issued"
             assert fake.known == fake.issued or not self.named, "a verify row must name its drafts"
@@ -220,7 +227,7 @@ class Engine:
         fake = self.requests[request_id]
         fake.held = 0
         fake.rounds += 1
-        self.planner.verified(request_id, 0)
+        self.planner.verified(request_id, 0, self.draft_limit(request_id))
 
     def run(self, last: Callable[[str], bool] = lambda _: False) -> Tick:
         """One turn of the loop in which every row succeeds; ``last`` says whose draft was an end token."""
@@ -254,14 +261,14 @@ class Engine:
             now = rings.now + i
             assert rings.link.cells[i] == sum(b.link_ns for b in rings.live if b.load_at <= now <= b.verify_at)
             assert rings.pages.cells[i] == sum(b.pages for b in rings.live if b.load_at <= now <= b.free_after)
-        owned = {id(t.round.booking) for t in tracks.values() if t.round is not None and t.round.booking is not None}
+        owned = {id(b) for t in tracks.values() for b in t.bookings}
         assert owned == {id(b) for b in rings.live}, "every booking belongs to a round"
         assert rings.booked - rings.cancelled == Counter(owned), "every other booking was released once"
         assert 0 <= self.held <= self.pool
         assert set(tracks) == set(self.requests)
         for request_id, fake in self.requests.items():
             state, round_ = self.state(request_id), tracks[request_id].round
-            assert (round_ is not None) == (state in (*DRAFTING, State.VERIFYING))
+            assert (round_ is not None) == (state in DRAFTING) or (self.ahead and state is State.VERIFYING)
             assert (fake.held > 0) == (state in (State.LOADING, State.VERIFYING)) or state is State.DEMOTING
             if round_ is not None:
                 assert (round_.issued, round_.known) == (fake.issued, fake.known)

@@ -15,7 +15,7 @@ R, D, W, F, L, V, E = State
 LEGAL: dict[State, set[State]] = {
     D: {R, V},
     W: {D, V},
-    F: {W},
+    F: {W, V},
     L: {F},
     V: {L},
     R: {D, W, F, L, V},
@@ -24,9 +24,9 @@ LEGAL: dict[State, set[State]] = {
 MOVES: dict[State, Callable[[Track], None]] = {
     D: Track.demote,
     W: lambda t: t.wait(70, 9),
-    F: lambda t: t.draft(Round(5)),
+    F: lambda t: t.draft_on(41) if t.state is V else t.draft(Round(5)),
     L: Track.load,
-    V: Track.verify,
+    V: lambda t: t.verify(8),
     R: Track.reside,
     E: Track.finish,
 }
@@ -49,10 +49,15 @@ def test_a_legal_move(observed: State, wanted: State) -> None:
     assert track.state is wanted
     if wanted is W:
         assert (track.context, track.waiting_since, track.round) == (70, 9, None)
+    elif (observed, wanted) == (V, F):
+        assert (track.round, track.context, track.verifying) == (before, 41, None), "it began ahead of the result"
     elif wanted is F:
         assert track.round == Round(5)
-    elif wanted in (L, V):
+    elif wanted is L:
         assert track.round is before, "the round goes on"
+    elif wanted is V:
+        assert before is not None
+        assert (track.verifying, track.round) == (before.booking, None)
     else:
         assert track.round is None, "no round outlives its request's drafting"
 
@@ -83,6 +88,12 @@ def test_no_sequence_of_moves_leaves_the_picture(wanted: list[State]) -> None:
             with pytest.raises(TransitionError):
                 MOVES[target](track)
         assert track.state is state
+
+
+def test_a_round_may_begin_ahead_of_a_result() -> None:
+    track = a_track(V)
+    track.draft(Round(7))
+    assert (track.state, track.round) == (V, Round(7))
 
 
 def test_a_new_track_is_resident_and_idle() -> None:

@@ -29,11 +29,11 @@ def test_a_lone_round_loads_and_verifies_in_the_iterations_it_booked(span: int, 
     assert seen == {"load": booking.load_at, "verify": booking.verify_at}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "ahead"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("policy", [Staggered(), LockStep(9)], ids=["staggered", "lock-step"])
-def test_pages_are_held_only_while_they_are_booked(policy: Policy, depth: int) -> None:
+def test_pages_are_held_only_while_they_are_booked(policy: Policy, depth: int, ahead: bool) -> None:
     """While limits stay and nothing fails, a promised page is there: that is what the ring of pages is for."""
-    engine = Engine(policy, window=24, aim=8, limits=Limits(10, 30), depth=depth)
+    engine = Engine(policy, window=24, aim=8, limits=Limits(10, 30), depth=depth, named=not ahead, ahead=ahead)
     for i in range(12):
         engine.add(f"r{i}", Wish(span=1 + i % 4, link_ns=2 + i % 3, pages=4 + i % 5))
     for _ in range(200):
@@ -61,6 +61,35 @@ def test_drafts_that_the_device_knows_need_not_be_named() -> None:
         engine.add("a", Wish(span=3))
         ticks = [engine.run() for _ in range(9)]
         assert [i for i, t in enumerate(ticks) if t.verifies == [("a", 6)]] == [wanted]
+
+
+def test_the_next_round_begins_before_the_result_is_known() -> None:
+    """With two steps in flight a request is then in every one of them."""
+    engine = Engine(aim=6, depth=2, named=False, ahead=True)
+    engine.add("a", Wish(span=3))
+    for _ in range(6):
+        assert engine.run().drafts == ["a"]
+    assert engine.run().verifies == [("a", 6)]
+    first = engine.run()
+    assert (first.drafts, engine.requests["a"].rounds) == (["a"], 1)
+    assert engine.state("a") is State.DRAFTING
+    ticks = [engine.run() for _ in range(6)]
+    assert [t.drafts for t in ticks] == [["a"]] * 5 + [[]]
+    assert ticks[-1].verifies == [("a", 6)]
+
+
+def test_a_round_that_began_ahead_learns_its_limit_with_the_result() -> None:
+    """Before, it reckoned with all drafts accepted."""
+    engine = Engine(aim=6, depth=2, named=False, ahead=True)
+    engine.add("a", Wish(limit=6))
+    engine.run_until(lambda: engine.state("a") is State.VERIFYING, 9)
+    engine.requests["a"].wish = Wish(limit=1)
+    engine.tick()
+    engine.requests["a"].wish = Wish(limit=4)
+    engine.take_results()
+    round_ = engine.planner.tracks["a"].round
+    assert round_ is not None
+    assert (round_.issued, round_.limit) == (1, 4)
 
 
 def test_a_request_without_room_for_drafts_verifies_its_pending_token() -> None:
@@ -169,6 +198,9 @@ def test_a_round_at_its_limit_verifies_soon(depth: int, limit: int) -> None:
         def demand(self, request_id: str, anchor: int) -> Demand:
             return Demand(anchor, 1, 1, 1, depth - 1)
 
+        def drafts_ahead(self, request_id: str) -> bool:
+            return False
+
         def take_pages(self, request_id: str) -> bool:
             return True
 
@@ -226,7 +258,7 @@ def test_a_result_for_a_request_that_is_not_verifying_is_an_error() -> None:
     engine = Engine()
     engine.add("a", Wish())
     with pytest.raises(TransitionError, match="WAITING to WAITING"):
-        engine.planner.verified("a", 5)
+        engine.planner.verified("a", 5, 9)
     engine.run()
     with pytest.raises(TransitionError, match="DRAFTING to DEMOTING"):
         engine.planner.demote("a")

@@ -89,13 +89,13 @@ def test_a_request_that_cannot_fit_holds_up_nobody() -> None:
     assert engine.requests["small"].rounds > before
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "ahead"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("policy", [Staggered(), LockStep(7)], ids=["staggered", "lock-step"])
-def test_no_request_waits_for_ever(policy: Policy, depth: int) -> None:
+def test_no_request_waits_for_ever(policy: Policy, depth: int, ahead: bool) -> None:
     """30 requests of mixed sizes, each of which fits alone, and small ones that keep coming. Once the oldest has
     waited for a window, the rings empty within another one; a third of the requests needs most of a ring alone."""
     window, limits = 32, Limits(100, 60)
-    engine = Engine(policy, window, aim=6, verify_tokens=64, limits=limits, depth=depth)
+    engine = Engine(policy, window, aim=6, verify_tokens=64, limits=limits, depth=depth, named=not ahead, ahead=ahead)
     for i in range(30):
         span = (1, 2, 5, 12, window - depth)[i % 5]
         engine.add(f"r{i}", Wish(span, (1, 30, 60, 100)[i % 4], (1, 8, 35, 60)[i // 5 % 4], limit=1 + i % 20))

@@ -25,15 +25,17 @@ class PlannerMachine(RuleBasedStateMachine):
         lock_step=st.booleans(),
         depth=st.integers(1, 2),
         named=st.booleans(),
+        ahead=st.booleans(),
         window=st.integers(4, 14),
         draft_length=st.integers(1, 8),
         verify_tokens=st.integers(2, 24),
     )
     def start(
-        self, lock_step: bool, depth: int, named: bool, window: int, draft_length: int, verify_tokens: int
+        self, lock_step: bool, depth: int, named: bool, ahead: bool, window: int, draft_length: int, verify_tokens: int
     ) -> None:
         policy = LockStep(min(draft_length, window - 3) + 1) if lock_step else Staggered()
         self.engine = Engine(policy, window, draft_length, verify_tokens, Limits(LINK, POOL), depth, named=named)
+        self.engine.ahead = ahead and not named
         self.added = 0
 
     def _wish(self, chance: Random) -> Wish:
@@ -86,7 +88,8 @@ class PlannerMachine(RuleBasedStateMachine):
             outcome = chance.choices(["wait", "compress anew", "fail", "end"], [6, 2, 1, 1])[0]
             if outcome == "wait":  # any number of drafts was accepted, so the next round asks for anything
                 engine.verified(name)
-                engine.requests[name].wish = self._wish(chance)
+                if engine.planner.tracks[name].round is None:
+                    engine.requests[name].wish = self._wish(chance)
             elif outcome == "compress anew":
                 engine.planner.demote(name)
             else:

@@ -69,8 +69,9 @@ class Coordinator:
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
         self.demotion = Demotion(self.plan, self.blocks, self.bounds, self.texts, settings.verify_tokens)
         self._needs = RoundNeeds(
-            self.records, self.planner, self.plan, self.blocks, self.bounds, self.throughput, self._wished_length
-        )
+            self.records, self.planner, self.plan, self.blocks, self.bounds, self.throughput, self._wished_length,
+            settings.tail_tokens,
+        )  # fmt: skip
 
     # -- leaving the device ----------------------------------------------------------------------------
 
@@ -138,6 +139,8 @@ class Coordinator:
                 if reason := self.demotion.step(record, out):
                     (out.recompute if record.anew else out.rejoin).append(record)
                     self.abandon(record, reason)
+            elif state is State.VERIFYING:
+                self._fits_host(record)  # for a round that begins ahead
             elif state is State.WAITING and not self._fits_host(record):
                 out.recompute.append(record)
                 self.abandon(record, "host_store_full")
@@ -199,11 +202,11 @@ class Coordinator:
 
     def _fits_host(self, record: Detached) -> bool:
         """Host pages for the next round; fewer shorten it. False when not even one more token fits."""
-        wanted = record.request.num_tokens + self.settings.window
+        wanted = record.tokens + self.settings.window
         self.reserved.extend_host(record, wanted)
-        if len(record.host_pages) * self.plan.block_tokens < record.request.num_tokens and self.prestore.forget_all():
+        if len(record.host_pages) * self.plan.block_tokens < record.tokens and self.prestore.forget_all():
             self.reserved.extend_host(record, wanted)  # what is copied ahead must not stand in the way
-        return len(record.host_pages) * self.plan.block_tokens >= record.request.num_tokens
+        return len(record.host_pages) * self.plan.block_tokens >= record.tokens
 
     def _transient_pages(self, running: Iterable[Request], head_blocks: int) -> int:
         """Blocks that transient KV may use: free ones and those rounds hold already, minus what plain rows and
@@ -266,9 +269,10 @@ class Coordinator:
             if record.request_id in failed:  # the host copy lacks what this verify added
                 recompute.append(record)
                 self.abandon(record, "write_back_failed")
-            elif self._tail_lasts(record) or self._extend_tail(record):
+            elif self._needs.tail_lasts(record) or self._extend_tail(record):
                 self.reserved.give_blocks(record)
-                self.planner.verified(record.request_id, record.context)
+                limit = self._needs.draft_limit(record.request_id)
+                self.planner.verified(record.request_id, record.context, limit)
             elif not self._compress_anew(record):
                 recompute.append(record)
                 self.abandon(record, "no_scratch_blocks")
@@ -303,24 +307,16 @@ class Coordinator:
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context)
 
-    def _tail_lasts(self, record: Detached) -> bool:
-        """The tail can hold another whole round, or all output that is left."""
-        used = record.context - record.base
-        return used < self.settings.tail_tokens or used + self._output_left(record) < record.tail_capacity
-
-    def _output_left(self, record: Detached) -> int:
-        request = record.request
-        return min(request.max_tokens - request.num_output_tokens, self.bounds.max_model_len - request.num_tokens)
-
     def _extend_tail(self, record: Detached) -> bool:
         """Near its end a request gets a longer tail rather than a compression that pays for a few tokens."""
-        left = self._output_left(record)
+        left = self._needs.output_left(record)
         return left <= 2 * self.settings.window and self.reserved.extend_tail(
             record, record.context - record.base + left + 1
         )
 
     def _compress_anew(self, record: Detached) -> bool:
         """The tail is long: compress the whole context again while its full KV is on the device."""
+        assert self.planner.tracks[record.request_id].round is None, "no round begins ahead of a compression"
         try:
             spec = self._fitted(record.request)
         except MethodError:

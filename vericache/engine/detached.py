@@ -44,6 +44,11 @@ class Detached:
         """Tokens whose KV is exact; the position of the pending token."""
         return self.request.num_computed_tokens
 
+    @property
+    def tokens(self) -> int:
+        """Context and pending token: while a verify row is under way, as if all its drafts were accepted."""
+        return self.context + 1
+
     def row_id(self, kind: str) -> str:
         """Id of an internal batch row. vLLM's request ids are unique and this extends one; every round and probe
         has its own, so that the worker never rewinds a row."""

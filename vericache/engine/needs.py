@@ -23,23 +23,40 @@ class RoundNeeds:
     bounds: Bounds
     throughput: Throughput
     wished: Callable[[Detached], int]  # drafts a round of the request aims at (x)
+    tail_tokens: int
 
     def draft_length(self, request_id: str) -> int:
         return self.wished(self.records[request_id])
 
     def draft_limit(self, request_id: str) -> int:
         record = self.records[request_id]
-        request = record.request
         return max(
             0,
             min(
-                request.max_tokens - request.num_output_tokens - 1,
-                self.bounds.max_model_len - request.num_tokens - 1,
+                self.output_left(record) - 1,
                 record.tail_capacity - (record.context - record.base) - 1,
-                len(record.host_pages) * self.plan.block_tokens - request.num_tokens,
+                len(record.host_pages) * self.plan.block_tokens - record.tokens,
                 self.planner.rings.window - 1,
             ),
         )
+
+    def drafts_ahead(self, request_id: str) -> bool:
+        """Only where a row's state is on the device: there the draft row finds out by itself which tokens were
+        accepted. Never where the result may call for anything else than a round."""
+        record = self.records[request_id]
+        known = not self.bounds.own_rows or record.request.use_structured_output  # the host must see the result first
+        return not known and self.tail_lasts(record) and self.draft_limit(request_id) > 0
+
+    def tail_lasts(self, record: Detached) -> bool:
+        """The tail can hold another whole round, or all output that is left."""
+        used = record.context - record.base
+        return used < self.tail_tokens or used + self.output_left(record) < record.tail_capacity
+
+    def output_left(self, record: Detached) -> int:
+        """Tokens the request may still get."""
+        request = record.request
+        made = request.num_output_tokens + request.num_output_placeholders
+        return min(request.max_tokens - made, self.bounds.max_model_len - record.tokens)
 
     def demand(self, request_id: str, anchor: int) -> Demand:
         request = self.records[request_id].request
@@ -48,12 +65,12 @@ class RoundNeeds:
         num_bytes = self.plan.blocks_for(request.num_computed_tokens) * self.plan.block_bytes
         bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
         span, link_ns = reload_span(num_bytes, bandwidth, iteration, self.planner.rings.window - hold)
-        pages = self.plan.blocks_for(request.num_tokens + self.draft_limit(request_id))
+        pages = self.plan.blocks_for(self.records[request_id].tokens + self.draft_limit(request_id))
         return Demand(anchor, span, link_ns, pages, hold, named)
 
     def take_pages(self, request_id: str) -> bool:
         record, round_ = self.records[request_id], self.planner.tracks[request_id].round
         assert round_ is not None
-        blocks = self.blocks.take(self.plan.blocks_for(record.request.num_tokens + round_.limit))
+        blocks = self.blocks.take(self.plan.blocks_for(record.tokens + round_.limit))
         record.blocks = blocks or []
         return blocks is not None

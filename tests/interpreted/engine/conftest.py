@@ -11,6 +11,7 @@ import tests.tiny_model as tiny_model_folder
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 GPU = torch.cuda.is_available()
+REAL_MODEL = os.environ.get("BITWISE_MODEL")  # for test_bitwise.py, on a GPU
 if GPU:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"  # read when vLLM is imported
 elif os.environ.get("TRITON_INTERPRET") == "1":
@@ -56,11 +57,13 @@ SETTINGS = {
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if REAL_MODEL:
+        return Path(REAL_MODEL)
     return tiny_model_folder.save(tmp_path_factory.mktemp("tiny"), 64 if GPU else 32)
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_model: Path) -> Iterator["V2Engine"]:  # type: ignore[name-defined]  # noqa: F821
+def one_step_engine(tiny_model: Path) -> Iterator["V2Engine"]:  # type: ignore[name-defined]  # noqa: F821
     from tests.interpreted.engine.v2_engine import V2Engine
 
     if not GPU:
@@ -72,3 +75,10 @@ def engine(tiny_model: Path) -> Iterator["V2Engine"]:  # type: ignore[name-defin
     found = V2Engine(tiny_model, GPU_ENGINE if GPU else CPU_ENGINE, SETTINGS)
     yield found
     found.close()
+
+
+@pytest.fixture
+def engine(one_step_engine: "V2Engine") -> Iterator["V2Engine"]:  # type: ignore[name-defined]  # noqa: F821
+    """Two steps in flight, as on a GPU."""
+    with one_step_engine.run_ahead():
+        yield one_step_engine

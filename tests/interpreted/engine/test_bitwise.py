@@ -1,6 +1,9 @@
-"""On a GPU with batch-invariant kernels every logit of every token is plain vLLM's, bit by bit."""
+"""On a GPU with batch-invariant kernels every logit of every token is plain vLLM's, bit by bit.
 
-from collections.abc import Iterator
+``BITWISE_MODEL=FOLDER`` runs it on real weights and texts instead of random ones.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,11 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.engine import tokens
+from benchmarks.engine import summaries, tokens
+from tests.interpreted.engine.conftest import REAL_MODEL
 from tests.interpreted.engine.v2_engine import V2Engine, params
+from vericache.demo.prompts import PROMPTS as TEXTS
+from vericache.demo.prompts import load
 from vericache.engine.ops import DraftRow
 
 PROMPTS, TOKENS = 64, 256
+RATIO = 0.5 if REAL_MODEL else 1.0  # random weights would accept nothing from a dropper
+
+
+def prompts(engine: V2Engine) -> list[list[int]]:
+    if not REAL_MODEL:
+        return [engine.prompt(100 + i, i) for i in range(PROMPTS)]
+    texts = list(load(list(TEXTS), engine.tokenizer).values())
+    return [texts[i % len(texts)][200 * (i // len(texts)) :][: 100 + i] for i in range(PROMPTS)]
 
 
 @contextmanager
@@ -57,17 +71,23 @@ def recorded(engine: V2Engine) -> Iterator[dict[tuple[int, int], int]]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_and_logits_are_plain_vllms(engine: V2Engine, temperature: float) -> None:
-    prompts = [engine.prompt(100 + i, i) for i in range(PROMPTS)]
-    engine.configure(ratio=1.0, draft_length=8, verify_tokens=60)
+def test_tokens_and_logits_are_plain_vllms(
+    engine: V2Engine, temperature: float, record_property: Callable[[str, object], None]
+) -> None:
+    given = prompts(engine)
+    engine.configure(ratio=RATIO, draft_length=8, verify_tokens=60)
     with recorded(engine) as ours:
-        drafted = engine.generate(prompts, params(PROMPTS, TOKENS, temperature=temperature))
+        drafted = engine.generate(given, params(PROMPTS, TOKENS, temperature=temperature))
     engine.coordinator.configure(engine.coordinator.settings.model_copy(update={"min_prompt_tokens": 100_000}))
     with recorded(engine) as theirs:
-        plain = engine.generate(prompts, params(PROMPTS, TOKENS, temperature=temperature))
+        plain = engine.generate(given, params(PROMPTS, TOKENS, temperature=temperature))
     assert tokens(drafted) == tokens(plain)
+    rounds = [a for s in summaries(drafted) for a in s["accepted_per_round"]]
+    record_property("rounds", len(rounds))
+    record_property("accepted", sum(rounds))
+    assert sum(rounds) > len(rounds)
     first, others = (min(i for i, _ in x) for x in (ours, theirs))
-    wanted = {(i, len(p) - 1 + t) for i, p in enumerate(prompts) for t in range(TOKENS)}
+    wanted = {(i, len(p) - 1 + t) for i, p in enumerate(given) for t in range(TOKENS)}
     assert wanted <= {(i - others, p) for i, p in theirs}  # chunks of prompts have logits rows too
     assert all(ours[i + first, p] == theirs[i + others, p] for i, p in wanted)
     engine.at_rest()

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.interpreted.engine.v2_engine import V2Engine, params
+from vericache.engine.plan import StepPlan
 
 EXACT = not torch.cuda.is_available()  # the drafts too; in bfloat16 draft attention rounds differently
 
@@ -35,11 +36,29 @@ def test_rejected_drafts_leave_nothing_behind(engine: V2Engine, policy: str) -> 
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_two_steps_in_flight(engine: V2Engine, ratio: float) -> None:
-    """A verify row follows drafts that the host has not seen."""
-    with engine.run_ahead():
-        found = engine.same([engine.prompt(60, 6), engine.prompt(50, 7)], params(2, temperature=0.7), ratio=ratio)
+def test_one_step_in_flight(one_step_engine: V2Engine, ratio: float) -> None:
+    """All other tests have two: a verify row follows drafts that the host has not seen, and is followed by drafts."""
+    prompts = [one_step_engine.prompt(60, 6), one_step_engine.prompt(50, 7)]
+    found = one_step_engine.same(prompts, params(2, temperature=0.7), ratio=ratio)
     assert accepted(found) == 1.0 or ratio < 1 or not EXACT
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_no_step_goes_by_without_the_request(engine: V2Engine, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify rows do not wait for the host to see the last draft, nor the next round for it to see the result."""
+    rows: list[int] = []
+    step = engine.coordinator.step
+
+    def recording(*args: object) -> StepPlan:
+        plan = step(*args)
+        rows.append(len(plan.drafts) + len(plan.verifies))
+        return plan
+
+    monkeypatch.setattr(engine.coordinator, "step", recording)
+    engine.configure(ratio=ratio)
+    engine.generate([engine.prompt(60, 13)], params(1, 24))
+    first = rows.index(1)
+    assert rows[first : first + 20] == [1] * 20, "four rounds, none of which can be the last"
 
 
 @pytest.mark.parametrize("compressor", ["snapkv", "random"])

@@ -1,6 +1,5 @@
 """What a request may ask for, and what may go wrong, on the V2 runner: a fast subset of the V1 runner's tests."""
 
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -33,13 +32,12 @@ def structured(temperature: float) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize(("temperature", "ratio", "ahead"), [(0.0, 1.0, False), (0.8, 0.4, True)])
-def test_structured_outputs(engine: V2Engine, temperature: float, ratio: float, ahead: bool) -> None:
+@pytest.mark.parametrize(("temperature", "ratio"), [(0.0, 1.0), (0.8, 0.4)])
+def test_structured_outputs(engine: V2Engine, temperature: float, ratio: float) -> None:
     prompts = [engine.prompt(60, 60 + i) for i in range(len(KINDS))]
     engine.configure(ratio=ratio, compressor="random", counts="per_head")
-    with engine.run_ahead() if ahead else nullcontext():
-        drafted = engine.generate(prompts, structured(temperature))
-        assert tokens(drafted) == engine.plain(prompts, structured(temperature))
+    drafted = engine.generate(prompts, structured(temperature))
+    assert tokens(drafted) == engine.plain(prompts, structured(temperature))
     reports = [o.kv_transfer_params["vericache"] for o in drafted]
     assert all(r["mode"] == "draft" for r in reports)
     if ratio == 1.0 and EXACT:
@@ -47,12 +45,10 @@ def test_structured_outputs(engine: V2Engine, temperature: float, ratio: float, 
     engine.at_rest()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_rows_that_append_to_the_context(engine: V2Engine, ahead: bool) -> None:
+def test_rows_that_append_to_the_context(engine: V2Engine) -> None:
     """KVzip's scoring rows write behind the context, into blocks of their own."""
-    with engine.run_ahead() if ahead else nullcontext():
-        found = engine.same([engine.prompt(70, 30), engine.prompt(64, 31)], params(2, 8), ratio=0.6,
-                            compressor="kvzip", counts="per_head")  # fmt: skip
+    prompts = [engine.prompt(70, 30), engine.prompt(64, 31)]
+    found = engine.same(prompts, params(2, 8), ratio=0.6, compressor="kvzip", counts="per_head")
     assert all(s["mode"] == "draft" for s in found)
 
 
@@ -85,20 +81,14 @@ def test_stop_strings_and_several_outputs(engine: V2Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("direction", "which", "ahead"),
-    [
-        (Direction.TO_DEVICE, 2, False),
-        (Direction.TO_DEVICE, 2, True),
-        (Direction.TO_HOST, 1, True),
-        (Direction.TO_HOST, 3, True),
-    ],
+    ("direction", "which"), [(Direction.TO_DEVICE, 2), (Direction.TO_HOST, 1), (Direction.TO_HOST, 3)]
 )
-def test_failing_copies(engine: V2Engine, direction: Direction, which: int, ahead: bool) -> None:
+def test_failing_copies(engine: V2Engine, direction: Direction, which: int) -> None:
     """A reload, an offload, a write-back: the request is computed again, or goes on; its row state begins anew."""
     prompts = [engine.prompt(60, 35), engine.prompt(70, 36)]
     expected = engine.plain(prompts, params(2, 10))
     engine.configure(ratio=0.8)
-    with engine.run_ahead() if ahead else nullcontext(), failing_copies(engine, direction, lambda n: n == which):
+    with failing_copies(engine, direction, lambda n: n == which):
         outputs = engine.generate(prompts, params(2, 10))
     assert tokens(outputs) == expected
     assert sorted(o.kv_transfer_params["vericache"]["recoveries"] for o in outputs) == [0, 1]
