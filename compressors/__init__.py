@@ -7,7 +7,8 @@ Notation in docstrings: L layers, H KV heads, G query heads per KV head (``Hq = 
 n context tokens. Scores are float32 ``[L, H, n]``, larger is more important.
 """
 
-from compressors.base import CachedKeys, Compressor, Kept, MethodError, MethodSpec, Probe, Scorer, Shape
+from compressors.base import Compressor, Kept, MethodError, MethodSpec, Probe, Scorer, Shape
+from compressors.keys import CachedKeys
 from compressors.registry import METHODS, create, describe, validate
 
 __all__ = [

@@ -1,7 +1,7 @@
 """What a compression method is, and how its parts compose."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compressors.budget import COUNTS, allocate, forced_mask, kept_count
+from compressors.keys import CachedKeys
 from compressors.select import top_positions
 
 
@@ -61,10 +62,6 @@ class Probe:
 
     tokens: tuple[int, ...]
     start: int
-
-
-# positions [m] (int64) -> post-RoPE keys [H, m, D] of the context
-CachedKeys = Callable[[Tensor], Tensor]
 
 
 class Scorer(ABC):

@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compressors.base import CachedKeys, MethodError, MethodSpec, Probe, Scorer, Shape
+from compressors.base import MethodError, MethodSpec, Probe, Scorer, Shape
+from compressors.keys import CachedKeys
 
 _OVERLAP = 8  # tokens of the previous chunk that tell the model where to start
 _ASK = 64  # room for the instruction around a chunk

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compressors.base import CachedKeys, MethodError, MethodSpec, Probe, Scorer, Shape
+from compressors.base import MethodError, MethodSpec, Probe, Scorer, Shape
+from compressors.keys import CachedKeys
 
 
 class SnapKV(Scorer):
-    """Mean attention of the last ``window`` queries, pooled over neighbouring positions (average, odd
-    ``kernel``), mean over the query heads of a KV head.
+    """Mean attention of the last ``window`` queries and of the query heads of a KV head, pooled over neighbouring
+    positions (average, odd ``kernel``).
 
     The window's queries come from replaying the window's tokens on the finished prompt, so they do not depend on
     how the prompt was chunked or how much of it was a prefix-cache hit. The window must lie in the forced
@@ -47,18 +48,12 @@ class SnapKV(Scorer):
         return [Probe(tuple(token_ids[start:]), start)]
 
     def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
-        n, window = self.num_tokens, query.shape[0]
-        past = n - window
+        past = self.num_tokens - len(query)
         if past == 0:
             return
-        keys = cached(torch.arange(n)).float()  # [H, n, D]
-        q = query.float().view(window, self.shape.kv_heads, self.shape.group, -1).permute(1, 2, 0, 3)  # [H, G, W, D]
-        logits = q @ keys[:, None].transpose(-1, -2) * scale  # [H, G, W, n]
-        logits[..., past:] += torch.full((window, window), float("-inf")).triu(1)
-        attention = logits.softmax(-1)[..., :past].mean(2)  # [H, G, past]
+        attention = cached.window_attention(query, self.num_tokens, scale)  # [H, past]
         kernel = self.option(self.spec, "kernel")
-        pooled = F.avg_pool1d(attention, kernel, stride=1, padding=kernel // 2)
-        self._scores[layer, :, :past] = pooled.mean(1)
+        self._scores[layer, :, :past] = F.avg_pool1d(attention, kernel, stride=1, padding=kernel // 2)
 
     def scores(self) -> Tensor:
         return self._scores

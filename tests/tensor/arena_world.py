@@ -8,7 +8,7 @@ from hypothesis import settings
 from torch import Tensor
 
 from compressors import Kept, Shape
-from vericache.draft.arena import DraftArena, ReadLayer
+from vericache.draft.arena import DraftArena, LayerSource
 
 SHAPE = Shape(layers=3, kv_heads=2, query_heads=4, head_dim=8)
 PT = 4  # tokens of a page
@@ -40,9 +40,9 @@ class Tokens:
         rng = generator(seed)
         return cls(torch.randn(size, generator=rng).to(dtype), torch.randn(size, generator=rng).to(dtype))
 
-    def read(self, n: int) -> ReadLayer:
+    def read(self, n: int) -> LayerSource:
         """The first ``n`` tokens, as ``put`` reads them."""
-        return lambda layer: (self.keys[layer, :, :n], self.values[layer, :, :n])
+        return LayerSource(lambda layer: (self.keys[layer, :, :n], self.values[layer, :, :n]))
 
 
 def append(arena: DraftArena, slot: int, source: Tokens, base: int, indices: Sequence[int]) -> None:

@@ -1,7 +1,6 @@
 """Runs a compression method through its interface, as the engine does, and says by brute force what it must keep."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -10,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from compressors import METHODS, Compressor, Kept, MethodSpec, Shape
+from compressors import METHODS, CachedKeys, Compressor, Kept, MethodSpec, Shape
 from compressors.budget import kept_count
 
 SHAPE = Shape(layers=3, kv_heads=2, query_heads=6, head_dim=16)
@@ -75,8 +74,8 @@ def drive(compressor: Compressor, context: Context, dtype: torch.dtype = torch.f
     return seen
 
 
-def reader(keys: Tensor, asked: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """``CachedKeys`` over ``[H, n, D]`` that refuses what the engine's page reader could not answer."""
+def reader(keys: Tensor, asked: list[Tensor]) -> CachedKeys:
+    """Over ``[H, n, D]`` that refuses what the engine's page reader could not answer."""
 
     def cached(positions: Tensor) -> Tensor:
         assert positions.dtype == torch.int64
@@ -84,7 +83,7 @@ def reader(keys: Tensor, asked: list[Tensor]) -> Callable[[Tensor], Tensor]:
         asked.append(positions)
         return keys[:, positions]
 
-    return cached
+    return CachedKeys(cached)
 
 
 # -- brute force -----------------------------------------------------------------------------------------

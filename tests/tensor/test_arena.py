@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compressors import Kept
 from tests.tensor.arena_world import PT, SHAPE, Tokens, attend_all, dense, generator, quick, random_kept
-from vericache.draft.arena import DraftArena, PagePool, page_bound, pages_per_head
+from vericache.draft.arena import DraftArena, LayerSource, PagePool, page_bound, pages_per_head
 from vericache.errors import ArenaFullError
 
 
@@ -144,10 +144,10 @@ def test_a_reader_that_raises_leaves_the_slot_empty_and_all_pages_free(failing_l
     def read(layer: int) -> tuple[Tensor, Tensor]:
         if layer == failing_layer:
             raise RuntimeError("page read failed")
-        return source.read(10)(layer)
+        return source.read(10).read(layer)
 
     with pytest.raises(RuntimeError, match="page read failed"):
-        arena.put(0, random_kept(SHAPE, 10, 0), read)
+        arena.put(0, random_kept(SHAPE, 10, 0), LayerSource(read))
     assert not arena.slots
     assert sorted(arena.pool.free) == list(range(40))
 

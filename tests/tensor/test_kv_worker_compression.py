@@ -41,8 +41,8 @@ def test_a_scoring_pass_reaches_the_compressor(world: World) -> None:
     rng = torch.Generator().manual_seed(5)
     for layer in range(SHAPE.layers):
         query, key = torch.randn(4, 4, 8, generator=rng), torch.randn(4, 2, 8, generator=rng)
-        keys, _ = world.layout.read(world.caches[layer], (7, 2, 9), torch.arange(10))
-        expected.observe(layer, 0, query[1:], key[1:], lambda p, k=keys: k[:, p], SCALE)
+        keys, _ = world.layout.read(world.caches[layer], torch.tensor([7, 2, 9]), torch.arange(10))
+        expected.observe(layer, 0, query[1:], key[1:], CachedKeys(lambda p, k=keys: k[:, p]), SCALE)
     kept = expected.select()
     assert torch.equal(world.arena.slots[2].counts.long(), kept.counts)
     world.check_slot(2, kept, (7, 2, 9), 10)
@@ -60,8 +60,8 @@ def test_a_pass_of_several_rows_keeps_one_compressor(world: World) -> None:
         rng = torch.Generator().manual_seed(index)
         for layer in range(SHAPE.layers):
             query, key = torch.randn(5, 4, 8, generator=rng), torch.randn(5, 2, 8, generator=rng)
-            keys, _ = world.layout.read(world.caches[layer], (7, 2, 9), torch.arange(10))
-            expected.observe(layer, index, query[2:], key[2:], lambda p, k=keys: k[:, p], SCALE)
+            keys, _ = world.layout.read(world.caches[layer], torch.tensor([7, 2, 9]), torch.arange(10))
+            expected.observe(layer, index, query[2:], key[2:], CachedKeys(lambda p, k=keys: k[:, p]), SCALE)
     world.step(before=[compress(2, spec, probes=2)])
     kept = expected.select()
     assert torch.equal(world.arena.slots[2].counts.long(), kept.counts)

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vericache.engine.pages import CpuPageLayout
+from vericache.engine.pages_cpu import CpuPageLayout
 from vericache.errors import ConfigError, TransferError
 from vericache.store.host import HostStore, page_bytes
 from vericache.store.transfer import CpuCopyEngine, Direction
@@ -52,9 +52,9 @@ def test_tokens_come_back_as_vllm_wrote_them(dtype: torch.dtype, block_size: int
     rng = torch.Generator().manual_seed(block_size + head_dim)
     tokens = 2 * block_size + 5  # the last block is partly filled
     keys, values = torch.randn(2, tokens, HEADS, head_dim, generator=rng).to(dtype)
-    cache, blocks = vllm_cache(6, block_size, head_dim, dtype), [4, 1, 5]
+    cache, blocks = vllm_cache(6, block_size, head_dim, dtype), torch.tensor([4, 1, 5])
     positions = torch.arange(tokens)
-    slots = torch.tensor(blocks)[positions // block_size] * block_size + positions % block_size
+    slots = blocks[positions // block_size] * block_size + positions % block_size
     # Prefill in two pieces, then a decode of the last token: the writes of a chunked prompt.
     for piece in (positions[:7], positions[7:-1], positions[-1:]):
         write(cache, keys[piece].contiguous(), values[piece].contiguous(), slots[piece], isa)
@@ -74,7 +74,7 @@ def test_a_block_table_may_be_longer_than_the_context() -> None:
     layout = CpuPageLayout(torch.float32, 32, 64, "vec")
     cache, keys = vllm_cache(4, 32, 64, torch.float32), torch.randn(32, HEADS, 64)
     write(cache, keys, keys, torch.arange(32) + 2 * 32, "vec")
-    read, _ = layout.read(cache, [2, 0, 3], torch.arange(32))
+    read, _ = layout.read(cache, torch.tensor([2, 0, 3]), torch.arange(32))
     assert torch.equal(read, keys.transpose(0, 1))
 
 
@@ -138,7 +138,7 @@ def test_a_round_trip_through_vllms_layout() -> None:
         cache.zero_()
     engine.submit(Direction.TO_DEVICE, [5, 0], [3, 1])
     for cache, key in zip(caches, keys, strict=True):
-        read_keys, read_values = layout.read(cache, [5, 0], torch.arange(64))
+        read_keys, read_values = layout.read(cache, torch.tensor([5, 0]), torch.arange(64))
         assert torch.equal(read_keys, key.transpose(0, 1))
         assert torch.equal(read_values, -key.transpose(0, 1))
 

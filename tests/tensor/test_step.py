@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressors import Kept, Shape
-from vericache.draft.arena import DraftArena
+from vericache.draft.arena import DraftArena, LayerSource
 from vericache.draft.runtime import HostRuntime
 from vericache.draft.step import ArenaRow, DraftStep, build_step
 
@@ -24,7 +24,7 @@ def arena_with(slots: int, pages: int = 400) -> DraftArena:
         rng = torch.Generator().manual_seed(slot)
         keys, values = torch.randn(2, 2, 2, CONTEXT, 8, generator=rng)
         kept = Kept(torch.full((2, 2), slot + 3), torch.arange(slot + 3).repeat(4))
-        arena.put(slot, kept, lambda layer, k=keys, v=values: (k[layer], v[layer]))
+        arena.put(slot, kept, LayerSource(lambda layer, k=keys, v=values: (k[layer], v[layer])))
     return arena
 
 

@@ -10,6 +10,7 @@ from vericache.draft.arena import DraftArena
 from vericache.draft.runtime import HostRuntime
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.ops import Compress, Op, ProbeRow, Row, StepMetadata, StepReport
+from vericache.engine.pages import PageLayout
 from vericache.errors import TransferError
 from vericache.store.host import HostStore
 from vericache.store.transfer import Copied, CpuCopyEngine, Direction
@@ -22,14 +23,14 @@ ANCHORS = MethodSpec("streaming_llm", ratio=0.5, sinks=1, recent=2)
 SCORED = MethodSpec("snapkv", "per_head", 0.5, 1, 3, (("kernel", 1), ("window", 3)))
 
 
-class PlainLayout:
+class PlainLayout(PageLayout):
     """Pages ``[blocks, H, block, 2 * D]`` with a token's key and value side by side."""
 
-    def read(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor]:
-        rows = cache[torch.tensor(blocks)[positions // BLOCK], :, positions % BLOCK].transpose(0, 1)
+    def read(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        rows = cache[blocks[positions // BLOCK], :, positions % BLOCK].transpose(0, 1)
         return rows[..., : SHAPE.head_dim], rows[..., SHAPE.head_dim :]
 
-    def read_keys(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
+    def read_keys(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         return self.read(cache, blocks, positions)[0]
 
 
@@ -96,7 +97,7 @@ class World:
         query = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1))
         work = self.arena.work([slot], [0])
         for layer in range(SHAPE.layers):
-            keys, values = self.layout.read(self.caches[layer], blocks, torch.arange(context))
+            keys, values = self.layout.read(self.caches[layer], torch.tensor(blocks), torch.arange(context))
             pieces = torch.split(kept.layer(layer), kept.counts[layer].tolist())
             got = self.arena.attend(layer, work, query, SCALE)[0]
             for head in range(4):

@@ -13,6 +13,7 @@ K/V, and a rollback needs no state: entries beyond a row's position are not read
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +24,35 @@ from vericache.draft.attention import attend_pages
 from vericache.draft.tables import ArenaTables
 from vericache.errors import ArenaFullError
 
-# layer -> keys and values of the context, each [H, n, D]
-ReadLayer = Callable[[int], tuple[Tensor, Tensor]]
+
+class Source(Protocol):
+    """Where a slot's kept tokens come from."""
+
+    def fill(self, pool: Tensor, kept: Kept, need: Tensor, pages: Tensor) -> None:
+        """Write the kept tokens to ``pages`` of ``pool [P, 2, page_tokens, D]``. ``kept.counts``, ``need`` (head pages,
+        int64 ``[L, H]``) and ``pages`` (int32 ``[need.sum()]``, in order of layer, head, index) are in host memory."""
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """``read``: layer -> keys and values of the context, each ``[H, n, D]``."""
+
+    read: Callable[[int], tuple[Tensor, Tensor]]
+
+    def fill(self, pool: Tensor, kept: Kept, need: Tensor, pages: Tensor) -> None:
+        heads, page_tokens, device = need.shape[1], pool.shape[2], pool.device
+        totals = kept.counts.sum(1).tolist()
+        first_page = to_device(need.flatten().cumsum(0) - need.flatten(), device)
+        pages, every = to_device(pages.long(), device), to_device(kept.counts, device)
+        for layer, total in enumerate(totals):
+            counts, positions = every[layer], kept.layer(layer)
+            head = torch.repeat_interleave(torch.arange(heads, device=device), counts, output_size=total)
+            before = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=total)
+            rank = torch.arange(total, device=device) - before
+            page = pages[first_page[layer * heads + head] + rank // page_tokens]
+            keys, values = self.read(layer)
+            pool[page, 0, rank % page_tokens] = keys[head, positions].to(pool.dtype)
+            pool[page, 1, rank % page_tokens] = values[head, positions].to(pool.dtype)
 
 
 @dataclass
@@ -105,7 +133,7 @@ class DraftArena:
 
     # -- contents ------------------------------------------------------------------------------------
 
-    def put(self, slot: int, kept: Kept, read: ReadLayer) -> int:
+    def put(self, slot: int, kept: Kept, source: Source) -> int:
         """Fill a slot (freeing what it held) with the kept tokens. Returns the head pages used.
 
         Raises:
@@ -116,7 +144,7 @@ class DraftArena:
         need = pages_per_head(kept.counts, self.page_tokens)
         pages = self.pool.take(int(need.sum()))
         try:
-            self._copy(kept, need, pages, read)
+            source.fill(self.pool.data, kept, need, pages)
         except BaseException:
             self.pool.release(pages)
             raise
@@ -125,21 +153,6 @@ class DraftArena:
         if self.tables is not None:
             self.tables.fill(slot, kept.counts, need, pages)
         return len(pages)
-
-    def _copy(self, kept: Kept, need: Tensor, pages: Tensor, read: ReadLayer) -> None:
-        heads, pt, device = self.shape.kv_heads, self.page_tokens, self.pool.data.device
-        totals = kept.counts.sum(1).tolist()
-        first_page = to_device(need.flatten().cumsum(0) - need.flatten(), device)
-        pages, every = to_device(pages.long(), device), to_device(kept.counts, device)
-        for layer, total in enumerate(totals):
-            counts, positions = every[layer], kept.layer(layer)
-            head = torch.repeat_interleave(torch.arange(heads, device=device), counts, output_size=total)
-            before = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=total)
-            rank = torch.arange(total, device=device) - before
-            page = pages[first_page[layer * heads + head] + rank // pt]
-            keys, values = read(layer)
-            self.pool.data[page, 0, rank % pt] = keys[head, positions].to(self.pool.data.dtype)
-            self.pool.data[page, 1, rank % pt] = values[head, positions].to(self.pool.data.dtype)
 
     def drop(self, slot: int) -> None:
         """Free everything a slot holds; an empty slot is left alone."""

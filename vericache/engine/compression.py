@@ -1,12 +1,13 @@
 """Scoring passes and compressions on the worker: one ``Compressor`` per slot while its pass runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from compressors import Compressor, MethodSpec, Shape, create
+from vericache.device import to_device
 from vericache.draft.arena import DraftArena
 from vericache.engine.ops import Compress, ProbeRow
 from vericache.engine.pages import PageLayout
@@ -19,13 +20,11 @@ class ScoringRow:
     """Feeds one probe row of one step to a slot's compressor. An exception ends the pass, not the forward:
     it is kept and reported when the compression is asked for."""
 
-    def __init__(self, pass_: "ScoringPass", index: int, blocks: Sequence[int], layout: PageLayout) -> None:
+    def __init__(self, pass_: "ScoringPass", index: int, blocks: Tensor, layout: PageLayout) -> None:
         self._pass, self._index, self._blocks, self._layout = pass_, index, blocks, layout
 
     def observe(self, layer: int, query: Tensor, key: Tensor, cache: Tensor, scale: float) -> None:
-        def cached(positions: Tensor) -> Tensor:
-            return self._layout.read_keys(cache, self._blocks, positions)
-
+        cached = self._layout.keys(cache, self._blocks)
         self._pass.run(lambda c: c.observe(layer, self._index, query, key, cached, scale))
 
 
@@ -68,7 +67,7 @@ class CompressionWorker:
             self._passes[row.slot] = ScoringPass(row.spec, self._shape, row.context, self._device)
         pass_ = self._passes[row.slot]
         pass_.rows += 1
-        return ScoringRow(pass_, row.index, row.blocks, self._layout)
+        return ScoringRow(pass_, row.index, self._on_device(row.blocks), self._layout)
 
     def compress(self, op: Compress) -> int:
         """Fill the slot from the context in ``op.blocks``. Returns the head pages used.
@@ -84,8 +83,11 @@ class CompressionWorker:
             self._arena.drop(op.slot)
             error = pass_.error
             raise CompressionError(f"compressor {op.spec.name!r} failed: {type(error).__name__}: {error}") from error
-        everything = torch.arange(op.context, device=self._device)
-        return self._arena.put(op.slot, kept, lambda i: self._layout.read(self._caches[i], op.blocks, everything))
+        source = self._layout.source(self._caches, self._on_device(op.blocks), op.context)
+        return self._arena.put(op.slot, kept, source)
+
+    def _on_device(self, blocks: tuple[int, ...]) -> Tensor:
+        return to_device(torch.tensor(blocks, dtype=torch.int64), self._device)
 
     def drop(self, slot: int) -> None:
         self._passes.pop(slot, None)

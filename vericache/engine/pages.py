@@ -1,92 +1,31 @@
 """Reading single tokens out of vLLM's KV pages, whose layout belongs to the attention backend."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
 
-from vericache.device import to_device
+from compressors import CachedKeys
+from vericache.draft.arena import LayerSource, Source
 
 
-class PageLayout(Protocol):
-    """Reads tokens from one layer's KV cache."""
+class PageLayout(ABC):
+    """Reads tokens of a sequence from KV caches; ``blocks`` (int64) are the sequence's, on the caches' device."""
 
-    def read(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[H, m, D]`` at ``positions`` (int64 ``[m]``) of the sequence stored in ``blocks``."""
+    @abstractmethod
+    def read(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values ``[H, m, D]`` at ``positions`` (int64 ``[m]``)."""
 
-    def read_keys(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
+    @abstractmethod
+    def read_keys(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         """Keys only, ``[H, m, D]``."""
 
+    def keys(self, cache: Tensor, blocks: Tensor) -> CachedKeys:
+        """One layer's keys, as scorers see them."""
+        return CachedKeys(partial(self.read_keys, cache, blocks))
 
-class SideBySideLayout:
-    """Pages of vLLM's GPU backends (FLASH_ATTN, TRITON_ATTN): ``[blocks, H, block, 2 * D]``, a token's key and value
-    next to each other."""
-
-    def __init__(self, block_size: int, head_dim: int) -> None:
-        self.block_size, self.head_dim = block_size, head_dim
-
-    def read(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self._gather(cache, blocks, positions)
-        return rows[..., : self.head_dim], rows[..., self.head_dim :]
-
-    def read_keys(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
-        return self._gather(cache[..., : self.head_dim], blocks, positions)
-
-    def _gather(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
-        block = to_device(torch.tensor(blocks, dtype=torch.int64, device="cpu"), cache.device)
-        return cache[block[positions // self.block_size], :, positions % self.block_size].transpose(0, 1)
-
-
-class CpuPageLayout:
-    """Pages of vLLM's CPU attention: ``[blocks, H, block, 2 * D]``, permuted inside a (block, head) by ISA.
-
-    ``cpu_attn_reshape_and_cache`` packs K (transposed or tiled, by instruction set) and V (tiled for AMX); the
-    permutation is derived by writing known numbers through the op itself, so no layout is assumed.
-    """
-
-    def __init__(self, dtype: torch.dtype, block_size: int, head_dim: int, isa: str) -> None:
-        self.block_size = block_size
-        self._keys, self._values = _derive(dtype, block_size, head_dim, isa)
-
-    def read(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._gather(cache, blocks, positions, self._keys), self._gather(cache, blocks, positions, self._values)
-
-    def read_keys(self, cache: Tensor, blocks: Sequence[int], positions: Tensor) -> Tensor:
-        return self._gather(cache, blocks, positions, self._keys)
-
-    def _gather(self, cache: Tensor, blocks: Sequence[int], positions: Tensor, order: Tensor) -> Tensor:
-        heads = cache.shape[1]
-        flat = cache.view(cache.shape[0], heads, -1)
-        block = torch.tensor(blocks, dtype=torch.int64)[positions // self.block_size]
-        element = order[positions % self.block_size]  # [m, D]
-        return flat[block[None, :, None], torch.arange(heads)[:, None, None], element[None]]
-
-
-def _derive(dtype: torch.dtype, block_size: int, head_dim: int, isa: str) -> tuple[Tensor, Tensor]:
-    """Element index inside a (block, head) of K[token, dim] and V[token, dim], int64 ``[block, D]`` each."""
-    token = torch.arange(block_size)[:, None].expand(block_size, head_dim)
-    dim = torch.arange(head_dim)[None].expand(block_size, head_dim)
-    # Each run writes numbers below 256, exact in every dtype: K holds 1 + x, V holds -(1 + x).
-    found_token, found_dim = (_written(x, dtype, block_size, head_dim, isa) for x in (token % 16, dim % 16))
-    found_token_hi, found_dim_hi = (_written(x, dtype, block_size, head_dim, isa) for x in (token // 16, dim // 16))
-    orders = []
-    for sign in (1, -1):
-        mine = found_token * sign > 0
-        tokens = (found_token_hi.abs() - 1) * 16 + found_token.abs() - 1
-        dims = (found_dim_hi.abs() - 1) * 16 + found_dim.abs() - 1
-        order = torch.full((block_size, head_dim), -1, dtype=torch.int64)
-        order[tokens[mine], dims[mine]] = mine.nonzero()[:, 0]
-        if (order < 0).any():
-            raise AssertionError(f"could not derive the page layout of vLLM's CPU attention (isa {isa!r})")
-        orders.append(order)
-    return orders[0], orders[1]
-
-
-def _written(pattern: Tensor, dtype: torch.dtype, block_size: int, head_dim: int, isa: str) -> Tensor:
-    page = torch.zeros(1, 1, block_size, 2 * head_dim, dtype=dtype)
-    keys, values = page.view(1, 1, 2 * block_size, head_dim).chunk(2, dim=2)
-    data = (1 + pattern).to(dtype)[:, None].contiguous()  # [block, 1, D]
-    ops.cpu_attn_reshape_and_cache(data, -data, keys, values, torch.arange(block_size), isa)
-    return page.flatten().long()
+    def source(self, caches: list[Tensor], blocks: Tensor, num_tokens: int) -> Source:
+        """The first ``num_tokens`` tokens, for an arena to keep some of."""
+        positions = torch.arange(num_tokens, device=blocks.device)
+        return LayerSource(lambda layer: self.read(caches[layer], blocks, positions))

@@ -51,7 +51,7 @@ class DraftWorker(ABC):
         shape = Shape(len(layers), first.num_kv_heads, first.num_heads, first.head_size)
         runtime = self._runtime(shape, plan, caches[0])
         copies = self._copies(caches, HostStore(plan.host_pages, caches))
-        connector.worker = KVWorker(shape, runtime, self._layout(plan, first), caches, copies)
+        connector.worker = KVWorker(shape, runtime, self._layout(plan, first, caches), caches, copies)
         backend.attach(layers, runtime)
 
     def _runtime(self, shape: Shape, plan: MemoryPlan, cache: Tensor) -> DraftRuntime:
@@ -70,5 +70,5 @@ class DraftWorker(ABC):
         """Between the KV caches and the host store."""
 
     @abstractmethod
-    def _layout(self, plan: MemoryPlan, layer: Attention) -> PageLayout:
+    def _layout(self, plan: MemoryPlan, layer: Attention, caches: list[Tensor]) -> PageLayout:
         """Of the attention backend's pages."""

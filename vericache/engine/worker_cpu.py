@@ -5,7 +5,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vericache.draft import backend_cpu
-from vericache.engine.pages import CpuPageLayout, PageLayout
+from vericache.engine.pages import PageLayout
+from vericache.engine.pages_cpu import CpuPageLayout
 from vericache.engine.runner_v1 import VeriCacheModelRunner
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.worker import DraftWorker
@@ -29,5 +30,5 @@ class VeriCacheCPUWorker(DraftWorker, CPUWorker):
     def _copies(self, caches: list[Tensor], store: HostStore) -> CopyEngine:
         return CpuCopyEngine(caches, store)
 
-    def _layout(self, plan: MemoryPlan, layer: Attention) -> PageLayout:
+    def _layout(self, plan: MemoryPlan, layer: Attention, caches: list[Tensor]) -> PageLayout:
         return CpuPageLayout(layer.kv_cache.dtype, plan.block_tokens, layer.head_size, layer.isa)

@@ -5,7 +5,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu_worker import Worker
 
 from vericache.draft import backend_cuda
-from vericache.engine.pages import PageLayout, SideBySideLayout
+from vericache.engine.pages import PageLayout
+from vericache.engine.pages_cuda import SideBySideLayout
 from vericache.engine.runner_v2 import with_draft_rows
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.worker import DraftWorker
@@ -31,5 +32,5 @@ class VeriCacheGPUWorker(DraftWorker, Worker):
     def _copies(self, caches: list[Tensor], store: HostStore) -> CopyEngine:
         return CudaCopyEngine(caches, store)
 
-    def _layout(self, plan: MemoryPlan, layer: Attention) -> PageLayout:
-        return SideBySideLayout(plan.block_tokens, layer.head_size)
+    def _layout(self, plan: MemoryPlan, layer: Attention, caches: list[Tensor]) -> PageLayout:
+        return SideBySideLayout(caches, plan.block_tokens, layer.head_size)

@@ -1,0 +1,144 @@
+"""Scoring a long context and moving what is kept of it, on vLLM's GPU pages where they lie.
+
+Pages are those of vLLM's GPU backends, ``[blocks, H, block, 2 * D]``: a token's key and value side by side, tokens and
+heads of a block in any order (strides are read). D and the arena's page size are powers of two.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+ROWS, TILE, CHUNK = 64, 64, 512  # queries and keys of one product; keys of one program of the first pass
+
+
+def window_attention(query: Tensor, cache: Tensor, blocks: Tensor, num_tokens: int, scale: float) -> Tensor:
+    """``compressors.CachedKeys.window_attention`` over the pages ``blocks`` (int64, on the device) of one layer.
+
+    Two passes over the keys: each query's log of the sum of its weights' exponentials, then the weights' means. The
+    logits, ``[Hq, W, n]``, are never stored.
+    """
+    window, query_heads, dim = query.shape
+    heads = cache.shape[1]
+    group, past = query_heads // heads, num_tokens - window
+    rows = window * group  # row w * G + g of a KV head
+    q = query.view(window, heads, group, dim).permute(1, 0, 2, 3).reshape(heads, rows, dim).contiguous()
+    chunks, row_blocks = triton.cdiv(num_tokens, CHUNK), triton.cdiv(rows, ROWS)
+    parts = torch.empty(2, heads, chunks, row_blocks * ROWS, dtype=torch.float32, device=query.device)
+    scale *= LOG2E
+    sizes: dict[str, Any] = {"block": cache.shape[2], "dim": dim, "height": ROWS, "tile": TILE}
+    # float32 caches (the interpreter's) need exact products; bfloat16 ones are exact anyway.
+    common = (q, cache, blocks, *cache.stride()[:3], num_tokens, past, rows, group, scale)
+    _partial_sums[(chunks, heads, row_blocks)](*common, parts, parts.stride(0), chunk=CHUNK, **sizes)
+    top = parts[0].amax(1)
+    total = (parts[1] * torch.exp2(parts[0] - top[:, None])).sum(1)
+    logs = top + torch.log2(total)  # [H, rows]
+    out = torch.empty(heads, past, dtype=torch.float32, device=query.device)
+    if past:
+        _means[(triton.cdiv(past, TILE), heads)](*common, logs, logs.stride(0), out, **sizes)
+    return out
+
+
+def fill_pages(
+    pool: Tensor, pages: Tensor, positions: Tensor, caches: list[Tensor], pointers: Tensor, blocks: Tensor
+) -> None:
+    """Copy kept tokens from vLLM's pages to head pages, all layers at once.
+
+    Args:
+        pool: ``[P, 2, page_tokens, D]``.
+        pages: int32 ``[4, N]`` on the device: a head page's id, its ``layer * H + head``, where its tokens begin in
+            ``positions``, and how many there are.
+        positions: int64, kept positions ordered by layer, head, position.
+        pointers: ``store.triton_copy.layer_pointers(caches)``.
+        blocks: int64 on the device, the sequence's blocks.
+    """
+    heads, block, width = caches[0].shape[1:]
+    _fill[(pages.shape[1],)](
+        pool, pages, pages.stride(0), positions, caches[0], pointers, blocks, *caches[0].stride()[:3],
+        *pool.stride()[:3], heads=heads, block=block, dim=width // 2, page_size=pool.shape[2],
+    )  # fmt: skip
+
+
+@triton.jit
+def _logits(  # type: ignore[no-untyped-def]
+    q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head, row, token,
+    block: tl.constexpr, dim: tl.constexpr,
+):  # fmt: skip
+    """Of rows ``row`` and keys ``token``, in powers of two; -inf where a row does not see a key."""
+    d = tl.arange(0, dim)
+    queries = tl.load(q + (head * rows + row)[:, None] * dim + d[None, :], mask=(row < rows)[:, None], other=0.0)
+    exists = token < num_tokens
+    page = tl.load(blocks + token // block, mask=exists, other=0)
+    at = cache + page * s_block + head * s_head + (token % block) * s_token
+    keys = tl.load(at[:, None] + d[None, :], mask=exists[:, None], other=0.0)
+    found = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    seen = exists[None, :] & (token[None, :] <= (past + row // group)[:, None]) & (row < rows)[:, None]
+    return tl.where(seen, found, float("-inf"))
+
+
+@triton.jit
+def _partial_sums(  # type: ignore[no-untyped-def]
+    q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, parts, s_part,
+    chunk: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, height: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    at, head, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row_block * height + tl.arange(0, height)
+    top = tl.full([height], float("-inf"), tl.float32)
+    total = tl.zeros([height], tl.float32)
+    for start in range(0, chunk, tile):
+        token = at * chunk + start + tl.arange(0, tile)
+        logits = _logits(
+            q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head, row, token,
+            block, dim,
+        )  # fmt: skip
+        higher = tl.maximum(top, tl.max(logits, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
+        top = higher
+    place = (head * tl.num_programs(0) + at) * (tl.num_programs(2) * height) + row
+    # A row that sees nothing of the chunk adds nothing: 0 with a base that does not matter, if it is finite.
+    tl.store(parts + place, tl.maximum(top, -1e30))
+    tl.store(parts + s_part + place, total)
+
+
+@triton.jit
+def _means(  # type: ignore[no-untyped-def]
+    q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, logs, s_logs, out,
+    block: tl.constexpr, dim: tl.constexpr, height: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    token = tl.program_id(0) * tile + tl.arange(0, tile)
+    mean = tl.zeros([tile], tl.float32)
+    for first in range(0, rows, height):
+        row = first + tl.arange(0, height)
+        logits = _logits(
+            q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head, row, token,
+            block, dim,
+        )  # fmt: skip
+        log = tl.load(logs + head * s_logs + row, mask=row < rows, other=0.0)
+        mean += tl.sum(tl.exp2(logits - log[:, None]), 0)
+    tl.store(out + head * past + token, mean / rows, mask=token < past)
+
+
+@triton.jit
+def _fill(  # type: ignore[no-untyped-def]
+    pool, pages, s_pages, positions, cache, pointers, blocks, s_block, s_head, s_token, p_page, p_kv, p_token,
+    heads: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    page = tl.load(pages + index).to(tl.int64)
+    place = tl.load(pages + s_pages + index)
+    first, count = tl.load(pages + 2 * s_pages + index), tl.load(pages + 3 * s_pages + index)
+    base = tl.load(pointers + place // heads).to(cache.dtype)
+    i, d = tl.arange(0, page_size), tl.arange(0, dim)
+    mine = i < count
+    position = tl.load(positions + first + i, mask=mine, other=0)
+    source = tl.load(blocks + position // block, mask=mine, other=0) * s_block
+    source += (place % heads) * s_head + (position % block) * s_token
+    at = base + source[:, None] + d[None, :]
+    to = pool + page * p_page + i[:, None] * p_token + d[None, :]
+    tl.store(to, tl.load(at, mask=mine[:, None]), mask=mine[:, None])
+    tl.store(to + p_kv, tl.load(at + dim, mask=mine[:, None]), mask=mine[:, None])

@@ -1,0 +1,70 @@
+"""The pages of vLLM's GPU attention backends."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compressors import CachedKeys, Kept
+from vericache.device import to_device
+from vericache.draft.triton_compress import fill_pages, window_attention
+from vericache.engine.pages import PageLayout
+from vericache.store.triton_copy import layer_pointers
+
+
+class SideBySideLayout(PageLayout):
+    """Pages of FLASH_ATTN and TRITON_ATTN: ``[blocks, H, block, 2 * D]``, a token's key and value side by side."""
+
+    def __init__(self, caches: list[Tensor], block_size: int, head_dim: int) -> None:
+        strides = {cache.stride() for cache in caches}
+        if len(strides) > 1 or caches[0].stride(-1) != 1:
+            raise ValueError(
+                f"KV caches have strides {sorted(strides)}, expected the same in all layers, the last one 1"
+            )
+        self.block_size, self.head_dim = block_size, head_dim
+        self._pointers = layer_pointers(caches)
+
+    def read(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self._gather(cache, blocks, positions)
+        return rows[..., : self.head_dim], rows[..., self.head_dim :]
+
+    def read_keys(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+        return self._gather(cache[..., : self.head_dim], blocks, positions)
+
+    def _gather(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+        return cache[blocks[positions // self.block_size], :, positions % self.block_size].transpose(0, 1)
+
+    def keys(self, cache: Tensor, blocks: Tensor) -> CachedKeys:
+        return PagedKeys(self, cache, blocks)
+
+    def source(self, caches: list[Tensor], blocks: Tensor, num_tokens: int) -> "PagedSource":
+        return PagedSource(caches, self._pointers, blocks)
+
+
+class PagedKeys(CachedKeys):
+    """Keys where they lie."""
+
+    def __init__(self, layout: SideBySideLayout, cache: Tensor, blocks: Tensor) -> None:
+        super().__init__(lambda positions: layout.read_keys(cache, blocks, positions))
+        self._cache, self._blocks = cache, blocks
+
+    def window_attention(self, query: Tensor, num_tokens: int, scale: float) -> Tensor:
+        return window_attention(query, self._cache, self._blocks, num_tokens, scale)
+
+
+@dataclass(frozen=True)
+class PagedSource:
+    """A sequence in the pages ``blocks`` of all layers."""
+
+    caches: list[Tensor]
+    pointers: Tensor
+    blocks: Tensor
+
+    def fill(self, pool: Tensor, kept: Kept, need: Tensor, pages: Tensor) -> None:
+        counts, need = kept.counts.flatten(), need.flatten()
+        place = torch.repeat_interleave(torch.arange(len(need)), need)
+        done = (torch.arange(len(place)) - (need.cumsum(0) - need)[place]) * pool.shape[2]  # tokens in pages before
+        first = (counts.cumsum(0) - counts)[place] + done
+        length = (counts[place] - done).clamp(max=pool.shape[2])
+        table = torch.stack([pages, place.int(), first.int(), length.int()])
+        fill_pages(pool, to_device(table, pool.device), kept.positions, self.caches, self.pointers, self.blocks)
