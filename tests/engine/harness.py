@@ -1,5 +1,6 @@
 """A VeriCache engine in this process, under the tests' control: single steps, two steps in flight, a look at rest."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class Harness(LiveEngine):
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
 
     def step(self) -> list[RequestOutput]:
+        if not self.scheduler.running and not self.coordinator.records:
+            time.sleep(0.001)  # all wait for a grammar, which another thread compiles
         return self.llm.llm_engine.step()
 
     def drain(self, limit: int = 5000) -> dict[str, RequestOutput]:

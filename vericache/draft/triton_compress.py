@@ -11,34 +11,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = 1.4426950408889634
 ROWS, TILE, CHUNK = 64, 64, 512  # queries and keys of one product; keys of one program of the first pass
 
 
 def window_attention(query: Tensor, cache: Tensor, blocks: Tensor, num_tokens: int, scale: float) -> Tensor:
     """``compressors.CachedKeys.window_attention`` over the pages ``blocks`` (int64, on the device) of one layer.
 
-    Two passes over the keys: each query's log of the sum of its weights' exponentials, then the weights' means. The
-    logits, ``[Hq, W, n]``, are never stored.
+    Two passes over the keys: the log-sum-exp of each query's logits, then the means of the weights. The logits,
+    ``[Hq, W, n]``, are never stored.
     """
     window, query_heads, dim = query.shape
     heads = cache.shape[1]
     group, past = query_heads // heads, num_tokens - window
     rows = window * group  # row w * G + g of a KV head
-    q = query.view(window, heads, group, dim).permute(1, 0, 2, 3).reshape(heads, rows, dim).contiguous()
     chunks, row_blocks = triton.cdiv(num_tokens, CHUNK), triton.cdiv(rows, ROWS)
-    parts = torch.empty(2, heads, chunks, row_blocks * ROWS, dtype=torch.float32, device=query.device)
-    scale *= LOG2E
+    parts = torch.empty(heads, chunks, row_blocks * ROWS, dtype=torch.float32, device=query.device)
     sizes: dict[str, Any] = {"block": cache.shape[2], "dim": dim, "height": ROWS, "tile": TILE}
-    # float32 caches (the interpreter's) need exact products; bfloat16 ones are exact anyway.
-    common = (q, cache, blocks, *cache.stride()[:3], num_tokens, past, rows, group, scale)
-    _partial_sums[(chunks, heads, row_blocks)](*common, parts, parts.stride(0), chunk=CHUNK, **sizes)
-    top = parts[0].amax(1)
-    total = (parts[1] * torch.exp2(parts[0] - top[:, None])).sum(1)
-    logs = top + torch.log2(total)  # [H, rows]
+    common = (
+        query, *query.stride()[:2], cache, blocks, *cache.stride()[:3], num_tokens, past, rows, group, scale,
+    )  # fmt: skip
+    _partial[(chunks, heads, row_blocks)](*common, parts, chunk=CHUNK, **sizes)
     out = torch.empty(heads, past, dtype=torch.float32, device=query.device)
     if past:
-        _means[(triton.cdiv(past, TILE), heads)](*common, logs, logs.stride(0), out, **sizes)
+        _means[(triton.cdiv(past, TILE), heads)](*common, parts.logsumexp(1), out, padded=row_blocks * ROWS, **sizes)
     return out
 
 
@@ -64,26 +59,30 @@ def fill_pages(
 
 @triton.jit
 def _logits(  # type: ignore[no-untyped-def]
-    q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head, row, token,
-    block: tl.constexpr, dim: tl.constexpr,
+    query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head, row,
+    token, block: tl.constexpr, dim: tl.constexpr,
 ):  # fmt: skip
-    """Of rows ``row`` and keys ``token``, in powers of two; -inf where a row does not see a key."""
+    """Of rows ``row`` of a KV head and keys ``token``; -inf where a row does not see a key."""
     d = tl.arange(0, dim)
-    queries = tl.load(q + (head * rows + row)[:, None] * dim + d[None, :], mask=(row < rows)[:, None], other=0.0)
+    asked = row < rows
+    at = query + (row // group) * q_token + (head * group + row % group) * q_head
+    queries = tl.load(at[:, None] + d[None, :], mask=asked[:, None], other=0.0)
     exists = token < num_tokens
     page = tl.load(blocks + token // block, mask=exists, other=0)
     at = cache + page * s_block + head * s_head + (token % block) * s_token
     keys = tl.load(at[:, None] + d[None, :], mask=exists[:, None], other=0.0)
+    # float32 caches (the interpreter's) need exact products; those of bfloat16 are exact anyway.
     found = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-    seen = exists[None, :] & (token[None, :] <= (past + row // group)[:, None]) & (row < rows)[:, None]
+    seen = exists[None, :] & (token[None, :] <= (past + row // group)[:, None]) & asked[:, None]
     return tl.where(seen, found, float("-inf"))
 
 
 @triton.jit
-def _partial_sums(  # type: ignore[no-untyped-def]
-    q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, parts, s_part,
+def _partial(  # type: ignore[no-untyped-def]
+    query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, parts,
     chunk: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, height: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
+    """Log-sum-exp of each row over one chunk of the keys."""
     at, head, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_block * height + tl.arange(0, height)
     top = tl.full([height], float("-inf"), tl.float32)
@@ -91,23 +90,21 @@ def _partial_sums(  # type: ignore[no-untyped-def]
     for start in range(0, chunk, tile):
         token = at * chunk + start + tl.arange(0, tile)
         logits = _logits(
-            q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head, row, token,
-            block, dim,
+            query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head,
+            row, token, block, dim,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(logits - base[:, None]), 1)
         top = higher
     place = (head * tl.num_programs(0) + at) * (tl.num_programs(2) * height) + row
-    # A row that sees nothing of the chunk adds nothing: 0 with a base that does not matter, if it is finite.
-    tl.store(parts + place, tl.maximum(top, -1e30))
-    tl.store(parts + s_part + place, total)
+    tl.store(parts + place, tl.where(total > 0, top + tl.log(tl.maximum(total, 1e-30)), float("-inf")))
 
 
 @triton.jit
 def _means(  # type: ignore[no-untyped-def]
-    q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, logs, s_logs, out,
-    block: tl.constexpr, dim: tl.constexpr, height: tl.constexpr, tile: tl.constexpr,
+    query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, logs, out,
+    padded: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, height: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0) * tile + tl.arange(0, tile)
@@ -115,11 +112,11 @@ def _means(  # type: ignore[no-untyped-def]
     for first in range(0, rows, height):
         row = first + tl.arange(0, height)
         logits = _logits(
-            q, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head, row, token,
-            block, dim,
+            query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head,
+            row, token, block, dim,
         )  # fmt: skip
-        log = tl.load(logs + head * s_logs + row, mask=row < rows, other=0.0)
-        mean += tl.sum(tl.exp2(logits - log[:, None]), 0)
+        log = tl.load(logs + head * padded + row, mask=row < rows, other=0.0)
+        mean += tl.sum(tl.exp(logits - log[:, None]), 0)
     tl.store(out + head * past + token, mean / rows, mask=token < past)
 
 

@@ -96,10 +96,7 @@ class Coordinator:
 
     def detach(self, request: Request) -> bool:
         """Take everything the request needs to draft, all or nothing; False leaves it resident."""
-        window = self.settings.window
-        tail = min(self.settings.tail_tokens, request.max_tokens) + window
-        own = self.prestore.pages(request.request_id)
-        record = self.reserved.open(request, self._fitted(request), tail, window, own)
+        record = self.reserved.open(request, *self._terms(request))
         if record is None:
             return False
         record.stored = self.prestore.hand_over(request.request_id)
@@ -108,6 +105,37 @@ class Coordinator:
         self.records[record.request_id] = record
         self.planner.demote(record.request_id)
         return True
+
+    def _terms(self, request: Request) -> tuple[MethodSpec, int, int, list[int]]:
+        """Method, tail and window with which the request drafts, and the host pages it has already."""
+        window = self.settings.window
+        tail = min(self.settings.tail_tokens, request.max_tokens) + window
+        return self._fitted(request), tail, window, self.prestore.pages(request.request_id)
+
+    def may_start(self, waiting: Sequence[Request], running: Sequence[Request]) -> int:
+        """How many of the ``waiting`` requests, the first ones, may begin their prompts in this step.
+
+        One that has to stay in vLLM's blocks must leave those that rounds work in: it would hold up everyone who drafts
+        until its end.
+        """
+        if not waiting:
+            return 0
+        leaving = [r for r in running if self.resident_reason(r) is None]
+        wants = [self.reserved.want(r, *self._terms(r)) for r in leaving]
+        room, tokens, count = self._transient_pages(running, 0), self.bounds.step_tokens, 0
+        for head in waiting:
+            if tokens <= 0:
+                break
+            leaves = self.resident_reason(head) is None
+            more = [self.reserved.want(head, *self._terms(head))] if leaves else []
+            room -= self.plan.blocks_for(head.num_tokens)
+            if (self.records or leaving) and room < self._needs.working_blocks(leaving, self.settings.draft_length):
+                can_leave = leaves and self.reserved.fits(wants + more)
+                if self.planner.late or not can_leave:
+                    break
+            leaving, wants = leaving + [head] * leaves, wants + more
+            tokens, count = tokens - head.num_tokens, count + 1
+        return count
 
     def asked(self, request: Request) -> RequestSettings:
         """The settings as they hold for this request. Raises RequestError."""

@@ -1,7 +1,10 @@
 """What the planner asks about one request (``scheduler.planner.Host``): how far a round may draft, what it costs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+
+from vllm.v1.request import Request
 
 from scheduler.admission import Demand, reload_span
 from scheduler.planner import Planner
@@ -60,13 +63,29 @@ class RoundNeeds:
 
     def demand(self, request_id: str, anchor: int) -> Demand:
         request = self.records[request_id].request
-        hold = self.bounds.depth - 1
+        span, link_ns, hold = self._reload(request.num_computed_tokens)
         named = not self.bounds.own_rows or request.use_structured_output  # the verify row's drafts must be known
-        num_bytes = self.plan.blocks_for(request.num_computed_tokens) * self.plan.block_bytes
-        bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
-        span, link_ns = reload_span(num_bytes, bandwidth, iteration, self.planner.rings.window - hold)
         pages = self.plan.blocks_for(self.records[request_id].tokens + self.draft_limit(request_id))
         return Demand(anchor, span, link_ns, pages, hold, named)
+
+    def working_blocks(self, joining: Sequence[Request], draft_length: int) -> int:
+        """Blocks that rounds hold on average while all requests, and those ``joining``, draft, as far as the link lets
+        them; at least those of the largest one."""
+        tokens = max((*(r.tokens for r in self.records.values()), *(r.num_tokens for r in joining)))
+        span, link_ns, hold = self._reload(tokens)
+        by_link = self.throughput.iteration_ns / max(1, link_ns * span)
+        # Rounds that begin in an iteration, each of which holds its blocks for ``span + hold``.
+        rounds = min((len(self.records) + len(joining)) / (draft_length + 1), by_link)
+        window = self.planner.rings.window
+        each = self.plan.blocks_for(min(tokens + window, self.bounds.max_model_len))
+        return ceil(each * max(1.0, rounds * (span + hold)))
+
+    def _reload(self, tokens: int) -> tuple[int, int, int]:
+        """Iterations, link time in each of them, and iterations that pages are held after the last one."""
+        num_bytes = self.plan.blocks_for(tokens) * self.plan.block_bytes
+        bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
+        hold = self.bounds.depth - 1
+        return *reload_span(num_bytes, bandwidth, iteration, self.planner.rings.window - hold), hold
 
     def take_pages(self, request_id: str) -> bool:
         record, round_ = self.records[request_id], self.planner.tracks[request_id].round

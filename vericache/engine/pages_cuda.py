@@ -61,10 +61,12 @@ class PagedSource:
     blocks: Tensor
 
     def fill(self, pool: Tensor, kept: Kept, need: Tensor, pages: Tensor) -> None:
-        counts, need = kept.counts.flatten(), need.flatten()
-        place = torch.repeat_interleave(torch.arange(len(need)), need)
-        done = (torch.arange(len(place)) - (need.cumsum(0) - need)[place]) * pool.shape[2]  # tokens in pages before
+        device = pool.device
+        counts, need = to_device(torch.stack([kept.counts.flatten(), need.flatten()]), device)
+        place = torch.repeat_interleave(torch.arange(len(need), device=device), need, output_size=len(pages))
+        rank = torch.arange(len(pages), device=device) - (need.cumsum(0) - need)[place]
+        done = rank * pool.shape[2]  # tokens in the head's pages before
         first = (counts.cumsum(0) - counts)[place] + done
         length = (counts[place] - done).clamp(max=pool.shape[2])
-        table = torch.stack([pages, place.int(), first.int(), length.int()])
-        fill_pages(pool, to_device(table, pool.device), kept.positions, self.caches, self.pointers, self.blocks)
+        table = torch.stack([to_device(pages, device), place.int(), first.int(), length.int()])
+        fill_pages(pool, table, kept.positions, self.caches, self.pointers, self.blocks)

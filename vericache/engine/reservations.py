@@ -5,7 +5,7 @@ request is reserved all-or-nothing before anything of it moves, with bounds know
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from vllm.v1.request import Request
 
@@ -16,6 +16,15 @@ from vericache.draft.arena import page_bound
 from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
 from vericache.engine.settings import MemoryPlan
+
+
+@dataclass(frozen=True)
+class Want:
+    """What one request must be given to draft: arena pages, host pages, scratch blocks (and a slot)."""
+
+    units: int
+    pages: int
+    scratch: int
 
 
 class Reservations:
@@ -35,22 +44,34 @@ class Reservations:
         """Everything is back, also what had to wait for steps in flight."""
         return not self.arena.used and self.host.free == self.host.size
 
+    def want(self, request: Request, spec: MethodSpec, tail: int, window: int, own: Sequence[int] = ()) -> Want:
+        """Of a request with an uncompressed tail of ``tail`` tokens that has its ``own`` host pages already."""
+        context = request.num_tokens
+        pages = max(0, self.plan.blocks_for(context + window) - len(own))
+        return Want(self._units(spec, context, tail), pages, self._scratch(spec, context))
+
+    def fits(self, wants: Sequence[Want]) -> bool:
+        """There is enough for all of them."""
+        return (
+            len(wants) <= self.slots.free
+            and sum(w.units for w in wants) <= self.arena.free
+            and sum(w.pages for w in wants) <= self.host.free
+            and sum(w.scratch for w in wants) <= self.blocks.free
+        )
+
     def open(
         self, request: Request, spec: MethodSpec, tail: int, window: int, own: Sequence[int] = ()
     ) -> Detached | None:
-        """Everything a request needs to draft with an uncompressed tail of ``tail`` tokens, its ``own`` host pages
-        included; None and nothing taken when any of it is missing."""
-        context = request.num_tokens
-        units, scratch = self._units(spec, context, tail), self._scratch(spec, context)
-        pages = max(0, self.plan.blocks_for(context + window) - len(own))
-        if not self.slots.free or units > self.arena.free or pages > self.host.free or scratch > self.blocks.free:
+        """Everything a request needs to draft; None and nothing taken when any of it is missing."""
+        want = self.want(request, spec, tail, window, own)
+        if not self.fits([want]):
             return None
-        self.arena.take(units)
-        slot, host_pages, blocks = self.slots.take(1), self.host.take(pages), self.blocks.take(scratch)
+        self.arena.take(want.units)
+        slot, host_pages, blocks = self.slots.take(1), self.host.take(want.pages), self.blocks.take(want.scratch)
         assert slot is not None
         assert host_pages is not None
         assert blocks is not None
-        return Detached(request, spec, slot[0], units, tail, [*own, *host_pages], blocks=blocks)
+        return Detached(request, spec, slot[0], want.units, tail, [*own, *host_pages], blocks=blocks)
 
     def close(self, record: Detached) -> None:
         """Give everything back. Host pages and blocks wait for the steps in flight; the slot's pages are freed by the

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
@@ -78,6 +79,7 @@ class VeriCacheScheduler(AsyncScheduler):
         self._plan = StepPlan()
         self._in_flight: deque[StepPlan] = deque()
         self._busy = False
+        self._starting = 0  # waiting requests that this step may admit
         # Requests without a seed get one, in arrival order: vLLM's own --seed makes them reproducible.
         self._seeds = random.Random(self.vllm_config.model_config.seed)
 
@@ -122,7 +124,8 @@ class VeriCacheScheduler(AsyncScheduler):
         budget, seats = self.max_num_scheduled_tokens, self.max_num_active_reqs
         self.max_num_scheduled_tokens = budget - self._plan.num_tokens
         # Admission only: max_num_running_reqs is the size of the runner's batch and asserted on.
-        self.max_num_active_reqs = self._seats - len(self.coordinator.records)
+        # What vLLM compares with it: running requests and paused streaming sessions.
+        self.max_num_active_reqs = len(self.running) + self.num_waiting_for_streaming_input + self._starting
         try:
             output = super().schedule(throttle_prefills)
         finally:
@@ -139,9 +142,11 @@ class VeriCacheScheduler(AsyncScheduler):
             ready = not request.is_prefill_chunk and request.num_computed_tokens >= request.num_prompt_tokens
             if ready and self.coordinator.resident_reason(request) is None and self.coordinator.detach(request):
                 self.running.remove(request)
-        head = next(iter(self.waiting), None)
-        seat_free = len(self.running) + len(self.coordinator.records) < self._seats
-        blocks = self.coordinator.plan.blocks_for(head.num_tokens) if head is not None and seat_free else 0
+        taken = len(self.running) + self.num_waiting_for_streaming_input + len(self.coordinator.records)
+        seats = max(0, self._seats - taken)
+        waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), seats))
+        self._starting = self.coordinator.may_start(waiting, self.running)
+        blocks = self.coordinator.plan.blocks_for(waiting[0].num_tokens) if self._starting else 0
         plan = self.coordinator.step(self.running, blocks)
         self.running.extend(record.request for record in plan.rejoin)
         for record in plan.recompute:

@@ -139,6 +139,28 @@ def test_tight_pool(engine: Harness, texts: dict[str, list[int]], stock: dict[st
     assert tokens(outputs) == [stock[n] for n in names]
 
 
+def test_tight_pool_and_full_arena(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
+    """Two requests fill the arena, and the pool holds little more than one full KV. Were the next one to begin as a
+    plain row, it would keep the blocks that the two need for their verify rows until its end."""
+    engine.configure(compressor="streaming_llm", counts="uniform")
+    settings, plan = engine.coordinator.settings, engine.coordinator.plan
+    names = list(texts)[:4] * 2
+    longest = max(len(texts[n]) for n in names) + 1
+    kept = kept_count(settings.ratio, longest, settings.sinks, settings.recent)
+    one = page_bound(kept, OUTPUT_TOKENS + settings.window, plan.layers * plan.kv_heads, settings.page_tokens)
+    arena, blocks = engine.coordinator.reserved.arena, engine.coordinator.blocks
+    taken = arena.free - 2 * one - one // 4
+    assert arena.take(taken)
+    hostage = blocks.take(blocks.free - plan.blocks_for(longest + 2 * settings.window) - 2) or []
+    try:
+        outputs = engine.generate([texts[n] for n in names], GREEDY)
+    finally:
+        blocks.give(hostage)
+        arena.release(taken)
+    assert tokens(outputs) == [stock[n] for n in names]
+    assert [s["mode"] for s in summaries(outputs)] == ["draft"] * len(names)
+
+
 def test_more_users_than_seats(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """Twelve requests, eight rows: four wait, nobody crashes the engine."""
     engine.configure(compressor="snapkv", counts="uniform")

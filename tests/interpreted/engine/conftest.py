@@ -58,6 +58,7 @@ SETTINGS = {
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if REAL_MODEL:
+        GPU_ENGINE["kv_cache_memory_bytes"], SETTINGS["host_memory_gib"] = 2 << 30, 2.0
         return Path(REAL_MODEL)
     return tiny_model_folder.save(tmp_path_factory.mktemp("tiny"), 64 if GPU else 32)
 

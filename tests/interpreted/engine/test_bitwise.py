@@ -82,6 +82,7 @@ def test_tokens_and_logits_are_plain_vllms(
     with recorded(engine) as theirs:
         plain = engine.generate(given, params(PROMPTS, TOKENS, temperature=temperature))
     assert tokens(drafted) == tokens(plain)
+    assert all(s["mode"] == "draft" for s in summaries(drafted))
     rounds = [a for s in summaries(drafted) for a in s["accepted_per_round"]]
     record_property("rounds", len(rounds))
     record_property("accepted", sum(rounds))
