@@ -51,6 +51,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="FLASH_ATTN")
     parser.add_argument("--acceptance", type=float, help="accept each draft with this chance instead of comparing")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prefill-sample", type=int, help="prompts whose prefill alone is timed (default: all)")
     parser.add_argument("--at-once", type=int, default=2, help="engines that may exist at a time (they run in turn)")
     parser.add_argument("--hbm-tb-s", type=float, default=4.2, help="memory bandwidth for the prediction")
     parser.add_argument("--link-gb-s", type=float, default=50.0, help="link bandwidth for the prediction")
@@ -109,7 +110,8 @@ def job(args: argparse.Namespace, variant: str, texts: list[list[int]], lock: st
         engine["kv_offloading_size"] = args.host_gib
     elif variant == "short":
         texts = [t[: int(args.ratio * len(t))] for t in texts]
-    return Job(str(args.model), texts, args.tokens, engine, settings, args.acceptance, args.repeats, lock)
+    sample = args.prefill_sample or args.requests
+    return Job(str(args.model), texts, args.tokens, engine, settings, args.acceptance, args.repeats, sample, lock)
 
 
 def capture_sizes(requests: int, verify_tokens: int) -> list[int]:
@@ -120,7 +122,15 @@ def capture_sizes(requests: int, verify_tokens: int) -> list[int]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Saved after every engine: a run may be cut short."""
     texts, results = prompts(args), {}
+    options = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and k != "render"}
+    found: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "options": {**options, "model": args.model.name},
+        "geometry": geometry(args.model),
+        "engines": results,
+    }
     with tempfile.TemporaryDirectory() as folder:
         waiting = [(v, Path(folder) / f"{v}.in", Path(folder) / f"{v}.out") for v in args.variants]
         for variant, given, _ in waiting:
@@ -132,14 +142,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     raise SystemExit(f"the engine of {variant!r} failed, see {args.out / f'{args.name}-{variant}.log'}")
                 results[variant] = json.loads(out.read_text())
                 print(variant, json.dumps(results[variant]["runs"]), flush=True)
-    options = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and k != "render"}
-    return {
-        "date": datetime.date.today().isoformat(),
-        "gpu": next(iter(results.values()))["gpu"],
-        "options": {**options, "model": args.model.name},
-        "geometry": geometry(args.model),
-        "engines": results,
-    }
+                found["gpu"] = results[variant]["gpu"]
+                save(args.out, args.name, found, "")
+    return found
 
 
 def batches(items: list[Any], size: int) -> Iterator[list[Any]]:
@@ -243,9 +248,7 @@ def main() -> None:
     if args.render is not None:
         render(json.loads(args.render.read_text()), args.out)
         return
-    result = measure(args)
-    save(args.out, args.name, result, "")
-    render(result, args.out)
+    render(measure(args), args.out)
 
 
 if __name__ == "__main__":

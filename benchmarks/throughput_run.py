@@ -25,7 +25,7 @@ import vericache
 @dataclass(frozen=True)
 class Job:
     """What one process runs: ``prompts`` are token ids; ``settings`` None is stock vLLM; ``acceptance`` the chance that
-    a draft is accepted (None: as the model decides)."""
+    a draft is accepted (None: as the model decides); ``prefill_sample`` how many prompts' prefill is timed."""
 
     folder: str
     prompts: list[list[int]]
@@ -34,6 +34,7 @@ class Job:
     settings: dict[str, Any] | None
     acceptance: float | None
     repeats: int
+    prefill_sample: int
     lock: str
 
 
@@ -160,7 +161,8 @@ def run(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 1), "runs": []}
     with alone(job.lock):
         generate(job.tokens, 2)  # compiles what is compiled late
-        found["prefill_s"] = round(generate(1, len(job.prompts))[1], 3)
+        sample = min(job.prefill_sample, len(job.prompts))
+        found["prefill_s"] = round(generate(1, sample)[1] * len(job.prompts) / sample, 3)
         for _ in range(job.repeats):
             trace.clear()
             before = moved(core, job)

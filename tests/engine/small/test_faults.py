@@ -139,10 +139,13 @@ def test_tight_pool(engine: Harness, texts: dict[str, list[int]], stock: dict[st
     assert tokens(outputs) == [stock[n] for n in names]
 
 
-def test_tight_pool_and_full_arena(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("compressor", ["streaming_llm", "kvzip"])
+def test_tight_pool_and_full_arena(
+    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], compressor: str
+) -> None:
     """Two requests fill the arena, and the pool holds little more than one full KV. Were the next one to begin as a
     plain row, it would keep the blocks that the two need for their verify rows until its end."""
-    engine.configure(compressor="streaming_llm", counts="uniform")
+    engine.configure(compressor=compressor, counts="uniform")
     settings, plan = engine.coordinator.settings, engine.coordinator.plan
     names = list(texts)[:4] * 2
     longest = max(len(texts[n]) for n in names) + 1
