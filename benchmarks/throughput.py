@@ -123,7 +123,8 @@ def capture_sizes(requests: int, verify_tokens: int) -> list[int]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Saved after every engine: a run may be cut short."""
-    texts, results = prompts(args), {}
+    texts = prompts(args)
+    results: dict[str, Any] = {}
     options = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and k != "render"}
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
