@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import RESULTS, save, table
-from compressors import MethodSpec, Shape, create
+from compressors import METHODS, MethodSpec, Shape, create
 from vericache.draft.arena import DraftArena, page_bound
 from vericache.engine.pages_cuda import SideBySideLayout
 
@@ -39,11 +39,14 @@ class Case:
 
 def cases() -> list[Case]:
     big, small = Shape(32, 8, 32, 128), Shape(30, 3, 9, 64)
-    snapkv = {counts: MethodSpec("snapkv", counts) for counts in ("uniform", "per_head")}
+    snapkv, kvzip = MethodSpec("snapkv", "per_head"), MethodSpec("kvzip", "per_head")
     return [
-        *(Case("8B, 32k tokens", big, 32_000, spec, 64) for spec in snapkv.values()),
-        Case("8B, 8k tokens", big, 8_000, snapkv["per_head"], 64),
-        Case("135M, 8k tokens", small, 8_000, snapkv["per_head"], 64),
+        Case("8B, 32k tokens", big, 32_000, MethodSpec("snapkv", "uniform"), 64),
+        Case("8B, 32k tokens", big, 32_000, snapkv, 64),
+        Case("8B, 8k tokens", big, 8_000, snapkv, 64),
+        Case("135M, 8k tokens", small, 8_000, snapkv, 64),
+        Case("8B, 32k tokens", big, 32_000, kvzip, 64),
+        Case("135M, 8k tokens", small, 8_000, kvzip, 64),
     ]
 
 
@@ -67,8 +70,11 @@ def one(case: Case, repeats: int) -> dict[str, list[float]]:
     blocks = -(-case.context // BLOCK)
     size = (blocks, shape.kv_heads, BLOCK, 2 * shape.head_dim)
     caches = [torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(shape.layers)]
-    window = 32
-    query = torch.randn(window, shape.query_heads, shape.head_dim, device=device, dtype=torch.bfloat16)
+    texts = {name: [0] * 16 for name in ("first", "next", "turn")}  # instructions of about the usual length
+    probes = METHODS[case.spec.name].probes(range(case.context), case.spec, texts)
+    longest = max(len(probe.tokens) for probe in probes)
+    query = torch.randn(longest, shape.query_heads, shape.head_dim, device=device, dtype=torch.bfloat16)
+    key = torch.randn(longest, shape.kv_heads, shape.head_dim, device=device, dtype=torch.bfloat16)
     layout, order = SideBySideLayout(caches, BLOCK, shape.head_dim), torch.randperm(blocks, device=device)
     kept = int(case.spec.ratio * case.context) + 1
     pages = page_bound(kept, 0, shape.layers * shape.kv_heads, case.page_tokens)
@@ -78,9 +84,11 @@ def one(case: Case, repeats: int) -> dict[str, list[float]]:
     for _ in range(repeats + 1):
         with device, watch.phase("score"):
             compressor = create(case.spec, shape, case.context)
-            for layer, cache in enumerate(caches):
-                key = torch.empty(0, device=device)  # snapkv replays known tokens
-                compressor.observe(layer, 0, query, key, layout.keys(cache, order), shape.head_dim**-0.5)
+            for index, probe in enumerate(probes):
+                rows = slice(len(probe.tokens))
+                for layer, cache in enumerate(caches):
+                    keys = layout.keys(cache, order)
+                    compressor.observe(layer, index, query[rows], key[rows], keys, shape.head_dim**-0.5)
         with device, watch.phase("select"):
             selection = compressor.select()
         with watch.phase("fill"):
@@ -89,7 +97,7 @@ def one(case: Case, repeats: int) -> dict[str, list[float]]:
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    found = [{"case": c.name, "counts": c.spec.counts, "ratio": c.spec.ratio, "ms": one(c, repeats)} for c in cases()]
+    found = [{"case": c.name, "method": c.spec.name, "counts": c.spec.counts, "ms": one(c, repeats)} for c in cases()]
     return {
         "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "repeats": repeats, "cases": found,
@@ -101,14 +109,15 @@ def render(result: dict[str, Any], out: Path) -> None:
     for case in result["cases"]:
         times = [case["ms"][p] for p in PHASES]
         figures = [f"{t[0]:.1f} / {median(t):.1f} / {t[-1]:.1f}" for t in times]
-        rows.append([case["case"], case["counts"], *figures, f"{sum(map(median, times)):.1f}"])
+        rows.append([case["case"], case["method"], case["counts"], *figures, f"{sum(map(median, times)):.1f}"])
     lines = [
         "# Compressing a context: milliseconds", "",
-        f"{result['gpu']}, torch {result['torch']}, {result['date']}; SnapKV, ratio 0.25, bfloat16; min / median / max "
+        f"{result['gpu']}, torch {result['torch']}, {result['date']}; ratio 0.25, bfloat16; min / median / max "
         f"of {result['repeats']}, and the sum of the medians.", "",
-        *table(["context", "counts", *PHASES, "in all"], rows, left=2), "",
-        "`python -m benchmarks.compression`. Score: attention of 32 queries to all keys, all layers. Select: "
-        "counts and kept positions. Fill: kept tokens from vLLM's pages to the arena's.",
+        *table(["context", "method", "counts", *PHASES, "in all"], rows, left=3), "",
+        "`python -m benchmarks.compression`. Score: attention of the scoring rows' queries to the keys, all layers and "
+        "rows, without the rows' forward passes. Select: counts and kept positions. "
+        "Fill: kept tokens from vLLM's pages to the arena's.",
     ]  # fmt: skip
     save(out, "compression", result, "\n".join(lines))
 

@@ -1,9 +1,12 @@
 """The cached keys of one layer, as scorers see them."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+LOGITS = 1 << 23  # float32 numbers held at a time
 
 
 class CachedKeys:
@@ -18,21 +21,42 @@ class CachedKeys:
     def __call__(self, positions: Tensor) -> Tensor:
         return self._read(positions)
 
-    def window_attention(self, query: Tensor, num_tokens: int, scale: float) -> Tensor:
-        """Mean attention of the last queries of a context to what lies before them (SnapKV's observation window).
+    def attention_received(
+        self,
+        query: Tensor,
+        key: Tensor,
+        start: int,
+        stop: int,
+        scale: float,
+        sinks: int = 0,
+        reduce: Literal["mean", "max"] = "mean",
+    ) -> Tensor:
+        """What the queries of a scoring row pay to the cached tokens ``start .. stop - 1``.
+
+        Softmax over the first ``sinks`` cached tokens (not beyond ``start``), those asked about, and the row's own keys
+        (causal), in float32; then over the row's queries and the query heads of a KV head.
 
         Args:
-            query: ``[W, Hq, D]``, post-RoPE, of the last W of the context's ``num_tokens`` positions.
+            query, key: the row's own, ``[T, Hq, D]`` and ``[T, H, D]``, post-RoPE.
+            reduce: mean (SnapKV) or maximum (KVzip) over queries and heads.
 
         Returns:
-            float32 ``[H, num_tokens - W]``: causal softmax weights, mean over the W queries of the G query heads of
-            each KV head.
+            float32 ``[H, stop - start]``.
         """
-        keys = self(torch.arange(num_tokens)).float()  # [H, n, D]
-        heads, window = len(keys), len(query)
-        group, past = query.shape[1] // heads, num_tokens - window
-        # All queries of a KV head in one product: broadcasting over G would copy the keys G times.
-        q = query.float().view(window, heads, group, -1).permute(1, 0, 2, 3).reshape(heads, window * group, -1)
-        logits = (q @ keys.transpose(-1, -2) * scale).view(heads, window, group, num_tokens)
-        logits[..., past:] += torch.full((window, window), float("-inf")).triu(1)[:, None]
-        return logits.softmax(-1)[..., :past].mean((1, 2))
+        seen = torch.cat([torch.arange(sinks), torch.arange(start, stop)])
+        keys = torch.cat([self(seen), key.transpose(0, 1)], 1).float()  # [H, J, D]
+        rows, heads = len(query), len(keys)
+        q = query.float().view(rows, heads, -1, query.shape[-1])  # [T, H, G, D]
+        hidden = torch.full((rows, rows), float("-inf")).triu(1)[:, None]  # own keys behind a query
+        out = torch.zeros(heads, stop - start)
+        step = max(1, LOGITS // (q.shape[2] * keys.shape[1]))
+        for head in range(heads):
+            for part in range(0, rows, step):
+                logits = q[part : part + step, head] @ keys[head].T * scale  # [t, G, J]
+                logits[..., -rows:] += hidden[part : part + step]
+                weights = logits.softmax(-1)[..., sinks : sinks + stop - start]
+                if reduce == "mean":
+                    out[head] += weights.sum((0, 1))
+                else:
+                    torch.maximum(out[head], weights.amax((0, 1)), out=out[head])
+        return out / (rows * q.shape[2]) if reduce == "mean" else out

@@ -65,17 +65,8 @@ class KVzip(Scorer):
         start = index * self._chunk
         stop = min(start + self._chunk, self.num_tokens)
         sinks = min(self.spec.sinks, start)  # keys that keep the softmax honest; part of the chunk when it is the first
-        seen = torch.cat([torch.arange(sinks), torch.arange(start, stop)])
-        keys = torch.cat([cached(seen), key.transpose(0, 1)], 1).float()  # [H, sinks + chunk + T, D]
-        rows = query.shape[0]
-        causal = torch.full((rows, rows), float("-inf")).triu(1)
-        for head in range(self.shape.kv_heads):
-            best = self._scores[layer, head, start:stop]
-            for g in range(self.shape.group):
-                logits = query[:, head * self.shape.group + g].float() @ keys[head].T * scale  # [T, sinks + chunk + T]
-                logits[:, -rows:] += causal
-                attention = logits.softmax(-1)[:, sinks : sinks + stop - start]
-                torch.maximum(best, attention.amax(0), out=best)
+        received = cached.attention_received(query, key, start, stop, scale, sinks, "max")
+        self._scores[layer, :, start:stop] = received
 
     def scores(self) -> Tensor:
         return self._scores

@@ -1,5 +1,7 @@
 """Scoring and filling on vLLM's pages, against the same in torch."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,18 +37,33 @@ def sequence(caches: list[Tensor], tokens: int, rng: torch.Generator) -> Tensor:
     ("tokens", "window", "heads", "group", "dim"),
     [(700, 32, 2, 3, 64), (1100, 8, 1, 4, 16), (33, 32, 3, 1, 32), (32, 32, 1, 2, 16), (600, 70, 1, 2, 16)],
 )
-def test_window_attention(tokens: int, window: int, heads: int, group: int, dim: int) -> None:
-    """Several chunks, a chunk that the first queries do not see at all, more queries than a product holds."""
+def test_the_last_queries_of_a_context(tokens: int, window: int, heads: int, group: int, dim: int) -> None:
+    """As SnapKV asks. Several chunks, one that the first queries hardly see, more queries than a product holds."""
+    compare(tokens, window, heads, group, dim, 0, tokens - window, 0, "mean")
+
+
+@pytest.mark.parametrize(("start", "stop", "sinks"), [(0, 130, 0), (130, 260, 4), (260, 300, 4), (2, 6, 2)])
+def test_a_row_behind_the_context(start: int, stop: int, sinks: int) -> None:
+    """As KVzip asks, chunk by chunk."""
+    compare(300, 90, 2, 2, 32, start, stop, sinks, "max")
+
+
+def compare(
+    tokens: int, rows: int, heads: int, group: int, dim: int, start: int, stop: int, sinks: int,
+    reduce: Literal["mean", "max"],
+) -> None:  # fmt: skip
     rng = torch.Generator().manual_seed(tokens)
     caches = pages(heads, dim, -(-tokens // BLOCK), rng)
     blocks = sequence(caches, tokens, rng)
-    query = 2 * torch.randn(window, heads * group, dim, generator=rng).to(DEVICE, HALF)
+    query = 2 * torch.randn(rows, heads * group, dim, generator=rng).to(DEVICE, HALF)
+    key = torch.randn(rows, 2 * heads, dim, generator=rng).to(DEVICE, HALF)[:, heads:]  # a slice, as of a QKV product
     layout = SideBySideLayout(caches, BLOCK, dim)
+    asked = (query, key, start, stop, dim**-0.5, sinks, reduce)
     with DEVICE:
-        found = layout.keys(caches[1], blocks).window_attention(query, tokens, dim**-0.5)
+        found = layout.keys(caches[1], blocks).attention_received(*asked)
         reference = CachedKeys(lambda positions: layout.read_keys(caches[1], blocks, positions))
-        wanted = reference.window_attention(query, tokens, dim**-0.5)
-    assert found.shape == (heads, tokens - window)
+        wanted = reference.attention_received(*asked)
+    assert found.shape == (heads, stop - start)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
 

@@ -4,7 +4,7 @@ Pages are those of vLLM's GPU backends, ``[blocks, H, block, 2 * D]``: a token's
 heads of a block in any order (strides are read). D and the arena's page size are powers of two.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -14,26 +14,43 @@ from torch import Tensor
 ROWS, TILE, CHUNK = 64, 64, 512  # queries and keys of one product; keys of one program of the first pass
 
 
-def window_attention(query: Tensor, cache: Tensor, blocks: Tensor, num_tokens: int, scale: float) -> Tensor:
-    """``compressors.CachedKeys.window_attention`` over the pages ``blocks`` (int64, on the device) of one layer.
+def attention_received(
+    query: Tensor,
+    key: Tensor,
+    cache: Tensor,
+    blocks: Tensor,
+    start: int,
+    stop: int,
+    scale: float,
+    sinks: int,
+    reduce: Literal["mean", "max"],
+) -> Tensor:
+    """``compressors.CachedKeys.attention_received`` over the pages ``blocks`` (int64, on the device) of one layer.
 
-    Two passes over the keys: the log-sum-exp of each query's logits, then the means of the weights. The logits,
-    ``[Hq, W, n]``, are never stored.
+    Two passes over the keys: the log-sum-exp of each query's logits, then the weights. The logits, ``[Hq, T, J]``, are
+    never stored.
     """
-    window, query_heads, dim = query.shape
+    tokens, query_heads, dim = query.shape
     heads = cache.shape[1]
-    group, past = query_heads // heads, num_tokens - window
-    rows = window * group  # row w * G + g of a KV head
-    chunks, row_blocks = triton.cdiv(num_tokens, CHUNK), triton.cdiv(rows, ROWS)
+    group, span = (
+        query_heads // heads,
+        sinks + stop - start,
+    )  # row w * G + g of a KV head; keys 0 .. span - 1 are cached
+    rows, keys = tokens * group, span + tokens
+    out = torch.empty(heads, stop - start, dtype=torch.float32, device=query.device)
+    if start == stop:
+        return out
+    chunks, row_blocks = triton.cdiv(keys, CHUNK), triton.cdiv(rows, ROWS)
     parts = torch.empty(heads, chunks, row_blocks * ROWS, dtype=torch.float32, device=query.device)
     sizes: dict[str, Any] = {"block": cache.shape[2], "dim": dim, "height": ROWS, "tile": TILE}
     common = (
-        query, *query.stride()[:2], cache, blocks, *cache.stride()[:3], num_tokens, past, rows, group, scale,
+        query, *query.stride()[:2], key, *key.stride()[:2], cache, blocks, *cache.stride()[:3], sinks, start, span,
+        tokens, rows, group, scale,
     )  # fmt: skip
     _partial[(chunks, heads, row_blocks)](*common, parts, chunk=CHUNK, **sizes)
-    out = torch.empty(heads, past, dtype=torch.float32, device=query.device)
-    if past:
-        _means[(triton.cdiv(past, TILE), heads)](*common, parts.logsumexp(1), out, padded=row_blocks * ROWS, **sizes)
+    _reduce[(triton.cdiv(stop - start, TILE), heads)](
+        *common, parts.logsumexp(1), out, padded=row_blocks * ROWS, largest=reduce == "max", **sizes
+    )
     return out
 
 
@@ -59,27 +76,33 @@ def fill_pages(
 
 @triton.jit
 def _logits(  # type: ignore[no-untyped-def]
-    query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head, row,
-    token, block: tl.constexpr, dim: tl.constexpr,
+    query, q_token, q_head, key, k_token, k_head, cache, blocks, s_block, s_head, s_token, sinks, start, span, tokens,
+    rows, group, scale, head, row, index, block: tl.constexpr, dim: tl.constexpr,
 ):  # fmt: skip
-    """Of rows ``row`` of a KV head and keys ``token``; -inf where a row does not see a key."""
+    """Of rows ``row`` of a KV head and keys ``index``: sinks, the tokens asked about, the row's own; -inf where a row
+    does not see a key."""
     d = tl.arange(0, dim)
     asked = row < rows
     at = query + (row // group) * q_token + (head * group + row % group) * q_head
     queries = tl.load(at[:, None] + d[None, :], mask=asked[:, None], other=0.0)
-    exists = token < num_tokens
-    page = tl.load(blocks + token // block, mask=exists, other=0)
-    at = cache + page * s_block + head * s_head + (token % block) * s_token
-    keys = tl.load(at[:, None] + d[None, :], mask=exists[:, None], other=0.0)
+    cached, own = index < span, index - span
+    position = tl.where(index < sinks, index, start + index - sinks)
+    page = tl.load(blocks + position // block, mask=cached, other=0)
+    at = cache + page * s_block + head * s_head + (position % block) * s_token
+    keys = tl.load(at[:, None] + d[None, :], mask=cached[:, None], other=0.0)
+    exists = (own >= 0) & (own < tokens)
+    at = key + own * k_token + head * k_head
+    keys += tl.load(at[:, None] + d[None, :], mask=exists[:, None], other=0.0)  # of each key one of the two is 0
     # float32 caches (the interpreter's) need exact products; those of bfloat16 are exact anyway.
     found = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-    seen = exists[None, :] & (token[None, :] <= (past + row // group)[:, None]) & asked[:, None]
-    return tl.where(seen, found, float("-inf"))
+    seen = cached[None, :] | (exists[None, :] & (own[None, :] <= (row // group)[:, None]))
+    return tl.where(seen & asked[:, None], found, float("-inf"))
 
 
 @triton.jit
 def _partial(  # type: ignore[no-untyped-def]
-    query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, parts,
+    query, q_token, q_head, key, k_token, k_head, cache, blocks, s_block, s_head, s_token, sinks, start, span, tokens,
+    rows, group, scale, parts,
     chunk: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, height: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of each row over one chunk of the keys."""
@@ -87,11 +110,11 @@ def _partial(  # type: ignore[no-untyped-def]
     row = row_block * height + tl.arange(0, height)
     top = tl.full([height], float("-inf"), tl.float32)
     total = tl.zeros([height], tl.float32)
-    for start in range(0, chunk, tile):
-        token = at * chunk + start + tl.arange(0, tile)
+    for first in range(0, chunk, tile):
+        index = at * chunk + first + tl.arange(0, tile)
         logits = _logits(
-            query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head,
-            row, token, block, dim,
+            query, q_token, q_head, key, k_token, k_head, cache, blocks, s_block, s_head, s_token, sinks, start, span,
+            tokens, rows, group, scale, head, row, index, block, dim,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -102,22 +125,28 @@ def _partial(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _means(  # type: ignore[no-untyped-def]
-    query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, logs, out,
-    padded: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, height: tl.constexpr, tile: tl.constexpr,
+def _reduce(  # type: ignore[no-untyped-def]
+    query, q_token, q_head, key, k_token, k_head, cache, blocks, s_block, s_head, s_token, sinks, start, span, tokens,
+    rows, group, scale, logs, out, padded: tl.constexpr, largest: tl.constexpr, block: tl.constexpr, dim: tl.constexpr,
+    height: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0) * tile + tl.arange(0, tile)
-    mean = tl.zeros([tile], tl.float32)
+    found = tl.zeros([tile], tl.float32)
     for first in range(0, rows, height):
         row = first + tl.arange(0, height)
         logits = _logits(
-            query, q_token, q_head, cache, blocks, s_block, s_head, s_token, num_tokens, past, rows, group, scale, head,
-            row, token, block, dim,
+            query, q_token, q_head, key, k_token, k_head, cache, blocks, s_block, s_head, s_token, sinks, start, span,
+            tokens, rows, group, scale, head, row, sinks + token, block, dim,
         )  # fmt: skip
         log = tl.load(logs + head * padded + row, mask=row < rows, other=0.0)
-        mean += tl.sum(tl.exp(logits - log[:, None]), 0)
-    tl.store(out + head * past + token, mean / rows, mask=token < past)
+        weights = tl.exp(logits - log[:, None])
+        if largest:
+            found = tl.maximum(found, tl.max(weights, 0))
+        else:
+            found += tl.sum(weights, 0) / rows
+    asked = span - sinks
+    tl.store(out + head * asked + token, found, mask=token < asked)
 
 
 @triton.jit

@@ -1,13 +1,14 @@
 """The pages of vLLM's GPU attention backends."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compressors import CachedKeys, Kept
 from vericache.device import to_device
-from vericache.draft.triton_compress import fill_pages, window_attention
+from vericache.draft.triton_compress import attention_received, fill_pages
 from vericache.engine.pages import PageLayout
 from vericache.store.triton_copy import layer_pointers
 
@@ -48,8 +49,17 @@ class PagedKeys(CachedKeys):
         super().__init__(lambda positions: layout.read_keys(cache, blocks, positions))
         self._cache, self._blocks = cache, blocks
 
-    def window_attention(self, query: Tensor, num_tokens: int, scale: float) -> Tensor:
-        return window_attention(query, self._cache, self._blocks, num_tokens, scale)
+    def attention_received(
+        self,
+        query: Tensor,
+        key: Tensor,
+        start: int,
+        stop: int,
+        scale: float,
+        sinks: int = 0,
+        reduce: Literal["mean", "max"] = "mean",
+    ) -> Tensor:
+        return attention_received(query, key, self._cache, self._blocks, start, stop, scale, sinks, reduce)
 
 
 @dataclass(frozen=True)
