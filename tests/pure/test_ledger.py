@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from scheduler.ledger import CountPool, Fence, IdPool, LedgerError
+from vericache.engine.ledger import CountPool, Fence, IdPool, LedgerError
 
 
 @given(st.integers(0, 12), st.data())

@@ -11,10 +11,10 @@ from vllm.v1.request import Request
 
 from compressors import METHODS, MethodSpec
 from compressors.budget import kept_count
-from scheduler.ledger import CountPool, Fence, IdPool
 from vericache.draft.arena import page_bound
 from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
+from vericache.engine.ledger import CountPool, Fence, IdPool
 from vericache.engine.settings import MemoryPlan
 
 
