@@ -1,6 +1,7 @@
 """Compression in the worker: scoring passes, filled slots, and compressors whose failure concerns one request."""
 
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import compressors.registry as registry
 from compressors import CachedKeys, MethodSpec, Scorer, Shape, create
+from compressors.snapkv import SnapKV
 from tests.tensor.worker_world import ANCHORS, PT, SCALE, SCORED, SHAPE, World, compress, probe
 from vericache.engine.ops import ProbeRow, StepMetadata
 
@@ -136,6 +138,31 @@ def test_a_compressor_that_raises_concerns_one_request(
     assert not world.step(before=[compress(2, spec)]).failures  # nothing is left of the failed pass
     world.step(drops=[2, 6])
     world.check_empty()
+
+
+class Falsy(SnapKV):
+    """A method whose objects are false, as a container that is still empty is."""
+
+    name = "falsy"
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_nothing_is_skipped_because_it_is_empty(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Public fault 26: the first compression ever, into an arena that holds nothing, over keys and values that are all
+    zero, by a method that is false."""
+    monkeypatch.setitem(registry.METHODS, "falsy", Falsy)
+    for cache in world.caches:
+        cache.zero_()
+    spec = replace(SCORED, name="falsy")
+    world.begin([probe(2, spec)], {"p": [7, 8, 9]})
+    world.show(3)
+    report = world.step(before=[compress(2, spec, probes=1)])
+    assert not report.failures
+    counts = world.arena.slots[2].counts
+    assert int(counts.sum()) == SHAPE.layers * SHAPE.kv_heads * 5, "half of the context is kept, not all of it"
+    assert report.compressed == {"a": len(world.arena.slots[2].pages)}
 
 
 def test_dropping_a_slot_ends_its_scoring_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
