@@ -31,6 +31,7 @@ class LiveServer:
         log: Path,
         key: str | None = None,
         environment: Mapping[str, str] | None = None,
+        eager: bool = True,
     ) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -39,7 +40,7 @@ class LiveServer:
         access = [] if key is None else ["--api-key", key]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                command(folder, *flags, *access, "--enforce-eager", "--port", port),
+                command(folder, *flags, *access, *["--enforce-eager"] * eager, "--port", port),
                 # One compute thread unless asked: the API process and the engine's loop want the other core.
                 env={
                     "OMP_NUM_THREADS": "1",

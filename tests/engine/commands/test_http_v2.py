@@ -1,11 +1,14 @@
-"""The server on vLLM's V2 model runner, through Triton's interpreter: a few requests, drafting on and off."""
+"""The server on vLLM's V2 model runner: a few requests, drafting on and off. Through Triton's interpreter, or, where
+there is a GPU, on it, with full graphs and batch-invariant kernels."""
 
 import os
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from openai import OpenAI
 from transformers import AutoTokenizer
 
@@ -13,9 +16,11 @@ from benchmarks.server import LiveServer
 from tests import tiny_model
 from tests.engine.commands.asking import OFF, SCHEMA, comparable, completion
 
+GPU = torch.cuda.is_available()
 STUB = Path(__file__).parents[2] / "interpreted" / "stub"
 FLAGS = {
-    "--dtype": "float32",
+    "--dtype": "bfloat16" if GPU else "float32",
+    "--vericache-bitwise": "on" if GPU else "off",
     "--max-model-len": 512,
     "--max-num-seqs": 4,
     "--max-num-batched-tokens": 256,
@@ -44,19 +49,20 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def v2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.save(tmp_path_factory.mktemp("tiny"))
+    return tiny_model.save(tmp_path_factory.mktemp("tiny"), 64 if GPU else 32)
 
 
 @pytest.fixture(scope="module")
 def v2_client(v2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    environment = {
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "PYTHONPATH": os.pathsep.join([str(STUB), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    environment = {"VLLM_LOGGING_LEVEL": "INFO"}
+    if not GPU:
+        environment |= {
+            "TRITON_INTERPRET": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "PYTHONPATH": os.pathsep.join([str(STUB), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
     log = tmp_path_factory.mktemp("server") / "log"
-    running = LiveServer(v2_folder, [part for pair in FLAGS.items() for part in pair], log, None, environment)
+    running = LiveServer(v2_folder, [part for pair in FLAGS.items() for part in pair], log, None, environment, not GPU)
     try:
         running.wait_until_healthy()
         assert "Using V2 Model Runner" in log.read_text()
@@ -66,7 +72,8 @@ def v2_client(v2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def prompt(v2_folder: Path, prose: str) -> list[int]:
+def prompt(v2_folder: Path) -> list[int]:
+    prose = files("vericache.demo").joinpath("prompts/sotu_1791.txt").read_text()
     return list(AutoTokenizer.from_pretrained(v2_folder).encode(prose)[:64])
 
 

@@ -121,6 +121,8 @@ def test_stale_output_is_dropped() -> None:
 def test_seats_are_admission_only() -> None:
     text = source(Scheduler.schedule)
     assert "if num_running >= self.max_num_active_reqs:" in text
+    assert "num_running = len(self.running) + self.num_waiting_for_streaming_input" in text
+    assert text.index("request_queue = self.kv_holding_waiting") < text.index("request_queue = self.waiting")
     assert "assert len(self.running) <= self.max_num_running_reqs" in text
 
 
