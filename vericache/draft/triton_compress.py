@@ -32,11 +32,8 @@ def attention_received(
     """
     tokens, query_heads, dim = query.shape
     heads = cache.shape[1]
-    group, span = (
-        query_heads // heads,
-        sinks + stop - start,
-    )  # row w * G + g of a KV head; keys 0 .. span - 1 are cached
-    rows, keys = tokens * group, span + tokens
+    group, span = query_heads // heads, sinks + stop - start
+    rows, keys = tokens * group, span + tokens  # row w * G + g of a KV head; keys 0 .. span - 1 are cached
     out = torch.empty(heads, stop - start, dtype=torch.float32, device=query.device)
     if start == stop:
         return out

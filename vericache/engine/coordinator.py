@@ -128,7 +128,7 @@ class Coordinator:
                 break
             leaves = self.resident_reason(head) is None
             more = [self.reserved.want(head, *self._terms(head))] if leaves else []
-            room -= self.plan.blocks_for(head.num_tokens)
+            room -= self._soon(head)
             if (self.records or leaving) and room < self._needs.working_blocks(leaving, self.settings.draft_length):
                 can_leave = leaves and self.reserved.fits(wants + more)
                 if self.planner.late or not can_leave:
@@ -243,10 +243,13 @@ class Coordinator:
         held = sum(len(self.records[i].blocks) for i, t in self.planner.tracks.items() if t.state in in_rounds)
         growth = 0
         for request in running:
-            tokens = max(request.num_prompt_tokens, request.num_tokens + self.settings.window)
-            target = self.plan.blocks_for(min(tokens, self.bounds.max_model_len))
-            growth += max(0, target - self.plan.blocks_for(request.num_computed_tokens))
+            growth += max(0, self._soon(request) - self.plan.blocks_for(request.num_computed_tokens))
         return self.blocks.free + held - growth - head_blocks
+
+    def _soon(self, request: Request) -> int:
+        """Blocks of a plain row within the window."""
+        tokens = max(request.num_prompt_tokens, request.num_tokens + self.settings.window)
+        return self.plan.blocks_for(min(tokens, self.bounds.max_model_len))
 
     # -- digesting one step ------------------------------------------------------------------------------
 

@@ -171,3 +171,29 @@ def test_more_users_than_seats(engine: Harness, texts: dict[str, list[int]], sto
     names = list(texts)[:4] * 3
     outputs = engine.generate([texts[n] for n in names], GREEDY)
     assert tokens(outputs) == [stock[n] for n in names]
+
+
+def test_short_requests_do_not_keep_a_long_one_from_verifying(
+    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]
+) -> None:
+    """The pool holds one full KV and little more. Short requests, which stay plain rows, keep coming; were they let in,
+    their blocks would be missing whenever a reload is due."""
+    engine.configure(compressor="streaming_llm", counts="uniform", window=16)
+    blocks, plan = engine.coordinator.blocks, engine.coordinator.plan
+    long = max(NAMES, key=lambda n: len(texts[n]))
+    hostage = blocks.take(blocks.free - plan.blocks_for(len(texts[long]) + OUTPUT_TOKENS + 1) - 1) or []
+    try:
+        engine.add("long", texts[long], GREEDY)
+        engine.run_until(lambda: "long" in engine.states())
+        for i in range(12):
+            engine.add(f"short{i}", texts[long][i : 60 + i], SamplingParams(temperature=0.0, max_tokens=24))
+        order = []
+        while engine.llm.llm_engine.has_unfinished_requests():
+            order += [o for o in engine.step() if o.finished]
+    finally:
+        blocks.give(hostage)
+    names = [o.request_id.rpartition("-")[0] or o.request_id for o in order]
+    done = dict(zip(names, order, strict=True))
+    assert list(done["long"].outputs[0].token_ids) == stock[long]
+    assert summaries([done["long"]])[0]["mode"] == "draft"
+    assert names.index("long") < len(names) - 1, names
