@@ -122,10 +122,8 @@ class Coordinator:
             return 0
         leaving = [r for r in running if self.resident_reason(r) is None]
         wants = [self.reserved.want(r, *self._terms(r)) for r in leaving]
-        room, tokens, count = self._transient_pages(running, 0), self.bounds.step_tokens, 0
+        room, count = self._transient_pages(running, 0), 0
         for head in waiting:
-            if tokens <= 0:
-                break
             leaves = self.resident_reason(head) is None
             more = [self.reserved.want(head, *self._terms(head))] if leaves else []
             room -= self._soon(head)
@@ -134,7 +132,7 @@ class Coordinator:
                 if self.planner.late or not can_leave:
                     break
             leaving, wants = leaving + [head] * leaves, wants + more
-            tokens, count = tokens - head.num_tokens, count + 1
+            count += 1
         return count
 
     def asked(self, request: Request) -> RequestSettings:

@@ -41,6 +41,7 @@ from vericache.engine.settings import MemoryPlan, settings_of
 from vericache.engine.support import check_pool, check_supported
 from vericache.engine.texts import probe_texts
 
+MOST_STARTS = 64  # waiting requests that one step may admit: each of them is looked at
 _PROBE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
@@ -143,7 +144,7 @@ class VeriCacheScheduler(AsyncScheduler):
             if ready and self.coordinator.resident_reason(request) is None and self.coordinator.detach(request):
                 self.running.remove(request)
         taken = len(self.running) + self.num_waiting_for_streaming_input + len(self.coordinator.records)
-        seats = max(0, self._seats - taken)
+        seats = min(MOST_STARTS, max(0, self._seats - taken))
         waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), seats))
         self._starting = self.coordinator.may_start(waiting, self.running)
         blocks = self.coordinator.plan.blocks_for(waiting[0].num_tokens) if self._starting else 0
