@@ -7,7 +7,6 @@ counts: other requests' steps wait as long. Random keys, so the spread over head
 
 import argparse
 import datetime
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, save, table
+from benchmarks.report import command, save, table
 from compressors import METHODS, MethodSpec, Shape, create
 from vericache.draft.arena import DraftArena, page_bound
 from vericache.engine.pages_cuda import SideBySideLayout
@@ -96,11 +95,13 @@ def one(case: Case, repeats: int) -> dict[str, list[float]]:
     return {name: sorted(times[1:]) for name, times in watch.times.items()}  # the first run compiles
 
 
-def measure(repeats: int) -> dict[str, Any]:
-    found = [{"case": c.name, "method": c.spec.name, "counts": c.spec.counts, "ms": one(c, repeats)} for c in cases()]
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    found = [
+        {"case": c.name, "method": c.spec.name, "counts": c.spec.counts, "ms": one(c, args.repeats)} for c in cases()
+    ]
     return {
         "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "repeats": repeats, "cases": found,
+        "repeats": args.repeats, "cases": found,
     }  # fmt: skip
 
 
@@ -123,12 +124,7 @@ def render(result: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--render", type=Path, metavar="FILE", help="only make the table of this JSON")
-    args = parser.parse_args()
-    render(measure(args.repeats) if args.render is None else json.loads(args.render.read_text()), args.out)
+    command(__doc__, measure, render, {"--repeats": {"type": int, "default": 10}})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, figure, save, table
+from benchmarks.report import command, figure, save, table
 
 BLOCK = 16  # tokens of a stock page
 
@@ -225,15 +225,13 @@ def render(result: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page-tokens", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--programs", type=int, nargs="+", default=[2, 4, 8], help="per multiprocessor")
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--without-vllm", action="store_true", help="only our kernel")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--render", type=Path, metavar="FILE", help="only make table and plot of this JSON")
-    args = parser.parse_args()
-    render(measure(args) if args.render is None else json.loads(args.render.read_text()), args.out)
+    options: dict[str, dict[str, Any]] = {
+        "--page-tokens": {"type": int, "nargs": "+", "default": [16, 32, 64, 128]},
+        "--programs": {"type": int, "nargs": "+", "default": [2, 4, 8], "help": "per multiprocessor"},
+        "--repeats": {"type": int, "default": 40},
+        "--without-vllm": {"action": "store_true", "help": "only our kernel"},
+    }
+    command(__doc__, measure, render, options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What all benchmarks share: the machine's description, Markdown tables, a matplotlib figure that is saved."""
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,23 @@ def save(out: Path, name: str, result: Any, text: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (out / f"{name}.md").write_text(text.rstrip("\n") + "\n")
+
+
+def command(
+    doc: str | None,
+    measure: Callable[[argparse.Namespace], Any],
+    render: Callable[[Any, Path], None],
+    options: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """The command line of a benchmark that is measured on one machine and may be rendered on another: ``--out``,
+    ``--render FILE`` and its own ``options`` (flag -> arguments of ``add_argument``)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, arguments in options.items():
+        parser.add_argument(flag, **arguments)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--render", type=Path, metavar="FILE", help="only make the results of this JSON")
+    args = parser.parse_args()
+    render(measure(args) if args.render is None else json.loads(args.render.read_text()), args.out)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ docs/results/.
 import argparse
 import datetime
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, save, table
+from benchmarks.report import command, save, table
 
 # name: layers, block shape (heads, tokens, 2 D) in bfloat16, blocks per copy
 SHAPES = {
@@ -141,13 +140,8 @@ def render(result: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--render", type=Path, metavar="FILE", help="only make the table of this JSON")
-    args = parser.parse_args()
-    render(measure(args) if args.render is None else json.loads(args.render.read_text()), args.out)
+    programs = {"type": int, "nargs": "+", "default": [1, 2, 4, 8, 16]}
+    command(__doc__, measure, render, {"--programs": programs, "--repeats": {"type": int, "default": 20}})
 
 
 if __name__ == "__main__":
