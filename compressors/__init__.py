@@ -8,11 +8,12 @@ n context tokens. Scores are float32 ``[L, H, n]``, larger is more important.
 """
 
 from compressors.base import Compressor, Kept, MethodError, MethodSpec, Probe, Scorer, Shape
-from compressors.keys import CachedKeys
+from compressors.keys import Asked, CachedKeys
 from compressors.registry import METHODS, create, describe, validate
 
 __all__ = [
     "METHODS",
+    "Asked",
     "CachedKeys",
     "Compressor",
     "Kept",

@@ -1,12 +1,28 @@
 """The cached keys of one layer, as scorers see them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 LOGITS = 1 << 23  # float32 numbers held at a time
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Cached tokens ``start .. stop - 1`` of a context, and what is asked about them: mean (SnapKV) or maximum (KVzip)
+    over queries and heads. The softmax runs over the first ``sinks`` cached tokens (not beyond ``start``) as well."""
+
+    start: int
+    stop: int
+    sinks: int = 0
+    reduce: Literal["mean", "max"] = "mean"
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
 
 
 class CachedKeys:
@@ -21,42 +37,32 @@ class CachedKeys:
     def __call__(self, positions: Tensor) -> Tensor:
         return self._read(positions)
 
-    def attention_received(
-        self,
-        query: Tensor,
-        key: Tensor,
-        start: int,
-        stop: int,
-        scale: float,
-        sinks: int = 0,
-        reduce: Literal["mean", "max"] = "mean",
-    ) -> Tensor:
-        """What the queries of a scoring row pay to the cached tokens ``start .. stop - 1``.
+    def attention_received(self, query: Tensor, key: Tensor, asked: Asked, scale: float) -> Tensor:
+        """What the queries of a scoring row pay to the tokens ``asked`` about.
 
-        Softmax over the first ``sinks`` cached tokens (not beyond ``start``), those asked about, and the row's own keys
-        (causal), in float32; then over the row's queries and the query heads of a KV head.
+        Softmax over sinks, those tokens, and the row's own keys (causal), in float32; then reduced over the row's
+        queries and the query heads of a KV head.
 
         Args:
             query, key: the row's own, ``[T, Hq, D]`` and ``[T, H, D]``, post-RoPE.
-            reduce: mean (SnapKV) or maximum (KVzip) over queries and heads.
 
         Returns:
-            float32 ``[H, stop - start]``.
+            float32 ``[H, asked.tokens]``.
         """
-        seen = torch.cat([torch.arange(sinks), torch.arange(start, stop)])
+        seen = torch.cat([torch.arange(asked.sinks), torch.arange(asked.start, asked.stop)])
         keys = torch.cat([self(seen), key.transpose(0, 1)], 1).float()  # [H, J, D]
         rows, heads = len(query), len(keys)
         q = query.float().view(rows, heads, -1, query.shape[-1])  # [T, H, G, D]
         hidden = torch.full((rows, rows), float("-inf")).triu(1)[:, None]  # own keys behind a query
-        out = torch.zeros(heads, stop - start)
+        out = torch.zeros(heads, asked.tokens)
         step = max(1, LOGITS // (q.shape[2] * keys.shape[1]))
         for head in range(heads):
             for part in range(0, rows, step):
                 logits = q[part : part + step, head] @ keys[head].T * scale  # [t, G, J]
                 logits[..., -rows:] += hidden[part : part + step]
-                weights = logits.softmax(-1)[..., sinks : sinks + stop - start]
-                if reduce == "mean":
+                weights = logits.softmax(-1)[..., asked.sinks : asked.sinks + asked.tokens]
+                if asked.reduce == "mean":
                     out[head] += weights.sum((0, 1))
                 else:
                     torch.maximum(out[head], weights.amax((0, 1)), out=out[head])
-        return out / (rows * q.shape[2]) if reduce == "mean" else out
+        return out / (rows * q.shape[2]) if asked.reduce == "mean" else out

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressors.base import MethodError, MethodSpec, Probe, Scorer, Shape
-from compressors.keys import CachedKeys
+from compressors.keys import Asked, CachedKeys
 
 _OVERLAP = 8  # tokens of the previous chunk that tell the model where to start
 _ASK = 64  # room for the instruction around a chunk
@@ -65,8 +65,8 @@ class KVzip(Scorer):
         start = index * self._chunk
         stop = min(start + self._chunk, self.num_tokens)
         sinks = min(self.spec.sinks, start)  # keys that keep the softmax honest; part of the chunk when it is the first
-        received = cached.attention_received(query, key, start, stop, scale, sinks, "max")
-        self._scores[layer, :, start:stop] = received
+        asked = Asked(start, stop, sinks, "max")
+        self._scores[layer, :, start:stop] = cached.attention_received(query, key, asked, scale)
 
     def scores(self) -> Tensor:
         return self._scores

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compressors.base import MethodError, MethodSpec, Probe, Scorer, Shape
-from compressors.keys import CachedKeys
+from compressors.keys import Asked, CachedKeys
 
 
 class SnapKV(Scorer):
@@ -51,7 +51,7 @@ class SnapKV(Scorer):
         past = self.num_tokens - len(query)
         if past == 0:
             return
-        attention = cached.attention_received(query, key, 0, past, scale)  # [H, past]
+        attention = cached.attention_received(query, key, Asked(0, past), scale)  # [H, past]
         kernel = self.option(self.spec, "kernel")
         self._scores[layer, :, :past] = F.avg_pool1d(attention, kernel, stride=1, padding=kernel // 2)
 

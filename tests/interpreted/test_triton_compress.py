@@ -1,12 +1,10 @@
 """Scoring and filling on vLLM's pages, against the same in torch."""
 
-from typing import Literal
-
 import pytest
 import torch
 from torch import Tensor
 
-from compressors import CachedKeys, Kept
+from compressors import Asked, CachedKeys, Kept
 from vericache.draft.arena import LayerSource, pages_per_head
 from vericache.engine.pages_cuda import SideBySideLayout
 
@@ -39,31 +37,27 @@ def sequence(caches: list[Tensor], tokens: int, rng: torch.Generator) -> Tensor:
 )
 def test_the_last_queries_of_a_context(tokens: int, window: int, heads: int, group: int, dim: int) -> None:
     """As SnapKV asks. Several chunks, one that the first queries hardly see, more queries than a product holds."""
-    compare(tokens, window, heads, group, dim, 0, tokens - window, 0, "mean")
+    compare(tokens, window, heads, group, dim, Asked(0, tokens - window))
 
 
 @pytest.mark.parametrize(("start", "stop", "sinks"), [(0, 130, 0), (130, 260, 4), (260, 300, 4), (2, 6, 2)])
 def test_a_row_behind_the_context(start: int, stop: int, sinks: int) -> None:
     """As KVzip asks, chunk by chunk."""
-    compare(300, 90, 2, 2, 32, start, stop, sinks, "max")
+    compare(300, 90, 2, 2, 32, Asked(start, stop, sinks, "max"))
 
 
-def compare(
-    tokens: int, rows: int, heads: int, group: int, dim: int, start: int, stop: int, sinks: int,
-    reduce: Literal["mean", "max"],
-) -> None:  # fmt: skip
+def compare(tokens: int, rows: int, heads: int, group: int, dim: int, asked: Asked) -> None:
     rng = torch.Generator().manual_seed(tokens)
     caches = pages(heads, dim, -(-tokens // BLOCK), rng)
     blocks = sequence(caches, tokens, rng)
     query = 2 * torch.randn(rows, heads * group, dim, generator=rng).to(DEVICE, HALF)
     key = torch.randn(rows, 2 * heads, dim, generator=rng).to(DEVICE, HALF)[:, heads:]  # a slice, as of a QKV product
     layout = SideBySideLayout(caches, BLOCK, dim)
-    asked = (query, key, start, stop, dim**-0.5, sinks, reduce)
     with DEVICE:
-        found = layout.keys(caches[1], blocks).attention_received(*asked)
+        found = layout.keys(caches[1], blocks).attention_received(query, key, asked, dim**-0.5)
         reference = CachedKeys(lambda positions: layout.read_keys(caches[1], blocks, positions))
-        wanted = reference.attention_received(*asked)
-    assert found.shape == (heads, stop - start)
+        wanted = reference.attention_received(query, key, asked, dim**-0.5)
+    assert found.shape == (heads, asked.tokens)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
 

@@ -4,27 +4,19 @@ Pages are those of vLLM's GPU backends, ``[blocks, H, block, 2 * D]``: a token's
 heads of a block in any order (strides are read). D and the arena's page size are powers of two.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from compressors import Asked
+
 ROWS, TILE, CHUNK = 64, 64, 512  # queries and keys of one product; keys of one program of the first pass
 
 
-def attention_received(
-    query: Tensor,
-    key: Tensor,
-    cache: Tensor,
-    blocks: Tensor,
-    start: int,
-    stop: int,
-    scale: float,
-    sinks: int,
-    reduce: Literal["mean", "max"],
-) -> Tensor:
+def attention_received(query: Tensor, key: Tensor, cache: Tensor, blocks: Tensor, asked: Asked, scale: float) -> Tensor:
     """``compressors.CachedKeys.attention_received`` over the pages ``blocks`` (int64, on the device) of one layer.
 
     Two passes over the keys: the log-sum-exp of each query's logits, then the weights. The logits, ``[Hq, T, J]``, are
@@ -32,21 +24,21 @@ def attention_received(
     """
     tokens, query_heads, dim = query.shape
     heads = cache.shape[1]
-    group, span = query_heads // heads, sinks + stop - start
+    group, span = query_heads // heads, asked.sinks + asked.tokens
     rows, keys = tokens * group, span + tokens  # row w * G + g of a KV head; keys 0 .. span - 1 are cached
-    out = torch.empty(heads, stop - start, dtype=torch.float32, device=query.device)
-    if start == stop:
+    out = torch.empty(heads, asked.tokens, dtype=torch.float32, device=query.device)
+    if not asked.tokens:
         return out
     chunks, row_blocks = triton.cdiv(keys, CHUNK), triton.cdiv(rows, ROWS)
     parts = torch.empty(heads, chunks, row_blocks * ROWS, dtype=torch.float32, device=query.device)
     sizes: dict[str, Any] = {"block": cache.shape[2], "dim": dim, "height": ROWS, "tile": TILE}
     common = (
-        query, *query.stride()[:2], key, *key.stride()[:2], cache, blocks, *cache.stride()[:3], sinks, start, span,
-        tokens, rows, group, scale,
+        query, *query.stride()[:2], key, *key.stride()[:2], cache, blocks, *cache.stride()[:3], asked.sinks,
+        asked.start, span, tokens, rows, group, scale,
     )  # fmt: skip
     _partial[(chunks, heads, row_blocks)](*common, parts, chunk=CHUNK, **sizes)
-    _reduce[(triton.cdiv(stop - start, TILE), heads)](
-        *common, parts.logsumexp(1), out, padded=row_blocks * ROWS, largest=reduce == "max", **sizes
+    _reduce[(triton.cdiv(asked.tokens, TILE), heads)](
+        *common, parts.logsumexp(1), out, padded=row_blocks * ROWS, largest=asked.reduce == "max", **sizes
     )
     return out
 

@@ -47,8 +47,11 @@ class RoundNeeds:
         """Only where a row's state is on the device: there the draft row finds out by itself which tokens were
         accepted. Never where the result may call for anything else than a round."""
         record = self.records[request_id]
-        known = not self.bounds.own_rows or record.request.use_structured_output  # the host must see the result first
-        return not known and self.tail_lasts(record) and self.draft_limit(request_id) > 0
+        return not self._seen_by_host(record.request) and self.tail_lasts(record) and self.draft_limit(request_id) > 0
+
+    def _seen_by_host(self, request: Request) -> bool:
+        """The host must know drafts before the verify row, and its result before the next round."""
+        return not self.bounds.own_rows or request.use_structured_output
 
     def tail_lasts(self, record: Detached) -> bool:
         """The tail can hold another whole round, or all output that is left."""
@@ -64,7 +67,7 @@ class RoundNeeds:
     def demand(self, request_id: str, anchor: int) -> Demand:
         request = self.records[request_id].request
         span, link_ns, hold = self._reload(request.num_computed_tokens)
-        named = not self.bounds.own_rows or request.use_structured_output  # the verify row's drafts must be known
+        named = self._seen_by_host(request)
         pages = self.plan.blocks_for(self.records[request_id].tokens + self.draft_limit(request_id))
         return Demand(anchor, span, link_ns, pages, hold, named)
 

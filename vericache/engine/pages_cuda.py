@@ -1,12 +1,11 @@
 """The pages of vLLM's GPU attention backends."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from compressors import CachedKeys, Kept
+from compressors import Asked, CachedKeys, Kept
 from vericache.device import to_device
 from vericache.draft.triton_compress import attention_received, fill_pages
 from vericache.engine.pages import PageLayout
@@ -49,17 +48,8 @@ class PagedKeys(CachedKeys):
         super().__init__(lambda positions: layout.read_keys(cache, blocks, positions))
         self._cache, self._blocks = cache, blocks
 
-    def attention_received(
-        self,
-        query: Tensor,
-        key: Tensor,
-        start: int,
-        stop: int,
-        scale: float,
-        sinks: int = 0,
-        reduce: Literal["mean", "max"] = "mean",
-    ) -> Tensor:
-        return attention_received(query, key, self._cache, self._blocks, start, stop, scale, sinks, reduce)
+    def attention_received(self, query: Tensor, key: Tensor, asked: Asked, scale: float) -> Tensor:
+        return attention_received(query, key, self._cache, self._blocks, asked, scale)
 
 
 @dataclass(frozen=True)
