@@ -183,5 +183,5 @@ class Planner:
 
     def _aged(self, track: Track, demand: Demand, limits: Limits) -> bool:
         """Nobody overtakes a request that has waited for a whole window, unless it fits not even empty rings."""
-        fits = demand.pages <= limits.pages and demand.link_ns <= limits.link_ns
+        fits = demand.pages <= limits.pages and demand.link_ns <= demand.span * limits.link_ns
         return fits and self.rings.now - track.waiting_since > self.rings.window

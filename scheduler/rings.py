@@ -5,7 +5,9 @@
 releasing what was reserved restores the ring exactly.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 
 class RingError(RuntimeError):
@@ -15,7 +17,7 @@ class RingError(RuntimeError):
 class Ring:
     """Amounts reserved in the iterations ``now .. now + window - 1``, addressed by iteration number."""
 
-    __slots__ = ("cells", "now", "window")
+    __slots__ = ("_sums", "cells", "now", "window")
 
     def __init__(self, window: int) -> None:
         if window < 2:
@@ -23,10 +25,12 @@ class Ring:
         self.window = window
         self.now = 0
         self.cells = [0] * window
+        self._sums: tuple[int, list[int]] | None = None  # of the cells as they are
 
     def advance(self) -> None:
         """Move to the next iteration; what was reserved in the past one is forgotten."""
         self.now += 1
+        self._sums = None
         del self.cells[0]
         self.cells.append(0)
 
@@ -34,26 +38,44 @@ class Ring:
         """The largest amount reserved in the iterations ``first .. last``, both included."""
         return max(self.cells[first - self.now : last - self.now + 1])
 
-    def add(self, first: int, last: int, amount: int) -> None:
-        """Reserve (or with a negative amount release) in ``first .. last``; past iterations are skipped."""
-        if last - self.now >= self.window:
+    def sums(self, capacity: int) -> list[int]:
+        """What is reserved before each iteration, no more than ``capacity`` in each, counted from the one before
+        ``now``, which has no room. One iteration asks for many requests, so it is kept."""
+        if self._sums is None or self._sums[0] != capacity:
+            cells = self.cells
+            if max(cells) > capacity:  # the limit has become smaller since
+                cells = [min(c, capacity) for c in cells]
+            self._sums = capacity, [0, *accumulate(cells, initial=capacity)]
+        return self._sums[1]
+
+    def add(self, first: int, amounts: Sequence[int], sign: int = 1) -> None:
+        """Reserve (with ``sign`` -1: release) one amount in each iteration from ``first`` on; past ones are skipped."""
+        start = first - self.now
+        if start + len(amounts) > self.window:
+            last = first + len(amounts) - 1
             raise RingError(f"iteration {last} lies outside the window {self.now}..{self.now + self.window - 1}")
-        for i in range(max(first - self.now, 0), last - self.now + 1):
-            self.cells[i] += amount
+        self._sums = None
+        for i in range(max(start, 0), start + len(amounts)):
+            self.cells[i] += sign * amounts[i - start]
 
 
 @dataclass
 class Booking:
-    """One reservation in both rings: the reload takes ``link_ns`` in each of ``load_at .. verify_at``,
-    and ``pages`` transient pages are held in ``load_at .. free_after``."""
+    """One reservation in both rings: the reload takes ``link[i]`` nanoseconds of iteration ``load_at + i``, the last
+    of them just before ``verify_at``, and ``pages`` transient pages are held in ``load_at .. free_after``."""
 
     load_at: int
     verify_at: int
     free_after: int
-    link_ns: int
+    link: tuple[int, ...]
     pages: int
     named: bool = True  # see Demand
     released: bool = False
+
+    @property
+    def held(self) -> list[int]:
+        """Pages in each iteration from ``load_at`` on."""
+        return [self.pages] * (self.free_after - self.load_at + 1)
 
     @property
     def last_draft_at(self) -> int:
@@ -80,8 +102,8 @@ class Rings:
 
     def book(self, booking: Booking) -> Booking:
         """Reserve; RingError and nothing reserved when the booking reaches beyond the window."""
-        self.pages.add(booking.load_at, booking.free_after, booking.pages)  # the longer span checks for both
-        self.link.add(booking.load_at, booking.verify_at, booking.link_ns)
+        self.pages.add(booking.load_at, booking.held)  # the longer span checks for both
+        self.link.add(booking.load_at, booking.link)
         return booking
 
     def restore(self, booking: Booking) -> Booking:
@@ -93,7 +115,5 @@ class Rings:
         if booking.released:
             raise RingError(f"a booking for iterations {booking.load_at}..{booking.free_after} was released twice")
         booking.released = True
-        if booking.verify_at >= self.now:
-            self.link.add(booking.load_at, booking.verify_at, -booking.link_ns)
-        if booking.free_after >= self.now:
-            self.pages.add(booking.load_at, booking.free_after, -booking.pages)
+        self.link.add(booking.load_at, booking.link, -1)
+        self.pages.add(booking.load_at, booking.held, -1)

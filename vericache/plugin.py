@@ -1,5 +1,6 @@
 """How VeriCache is switched on in vLLM: classes by qualified name, configuration in ``additional_config``."""
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -66,16 +67,33 @@ def _gpu_arguments(config: VeriCacheConfig, given: Mapping[str, Any]) -> dict[st
     eagerly, and in bitwise mode kernels whose rows do not depend on the batch."""
     found: dict[str, Any] = {}
     graphs = given.get("compilation_config")
-    if not given.get("enforce_eager") and (
-        graphs is None or (isinstance(graphs, dict) and "cudagraph_mode" not in graphs)
-    ):
+    if not given.get("enforce_eager") and _chosen(graphs, "cudagraph_mode") is None:
+        sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
         rows = given.get("max_num_seqs") or MOST_GRAPH_TOKENS
         most = min(MOST_GRAPH_TOKENS, rows + config.verify_tokens)
-        sizes = {} if graphs and "cudagraph_capture_sizes" in graphs else {"max_cudagraph_capture_size": most}
-        found["compilation_config"] = {**sizes, **(graphs or {}), "cudagraph_mode": "FULL"}
+        unset = all(_chosen(graphs, size) is None and given.get(size) is None for size in sizes)
+        found["compilation_config"] = _with_full_graphs(graphs, {"max_cudagraph_capture_size": most} if unset else {})
     if config.bitwise == "on":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # inherited by the engine's processes, read when they start
-        attention = given.get("attention_config")
-        if not given.get("attention_backend") and attention is None:
-            found["attention_config"] = {"backend": "TRITON_ATTN"}
+        if not given.get("attention_backend") and _chosen(given.get("attention_config"), "backend") is None:
+            found["attention_backend"] = "TRITON_ATTN"
     return found
+
+
+def _chosen(config: Any, name: str) -> Any:
+    """A field of one of vLLM's configurations: ``vllm.LLM`` takes a mapping, the command line makes an object whose
+    untouched fields are None."""
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _with_full_graphs(graphs: Any, more: Mapping[str, Any]) -> Any:
+    """A ``compilation_config`` (mapping, level, vLLM's object or None) with FULL graphs and ``more``."""
+    if graphs is None or isinstance(graphs, Mapping | int):
+        chosen = {"mode": graphs} if isinstance(graphs, int) else graphs or {}
+        return {**chosen, **more, "cudagraph_mode": "FULL"}
+    from vllm.config import CUDAGraphMode
+
+    changed = copy.copy(graphs)  # it may be vLLM's default, shared by all parsers
+    for name, value in {**more, "cudagraph_mode": CUDAGraphMode.FULL}.items():
+        setattr(changed, name, value)
+    return changed

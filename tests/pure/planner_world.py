@@ -16,7 +16,7 @@ DRAFTING = (State.DRAFTING, State.LOADING)
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request asks for in its next round."""
+    """What a request asks for in its next round; ``link_ns`` of link time in each of ``span`` iterations."""
 
     span: int = 1
     link_ns: int = 1
@@ -59,12 +59,14 @@ class SpyRings(Rings):
         self.booked[id(booking)] += 1
         self.live.append(booking)
         self._objects.append(booking)
-        assert booking.load_at > self.now, "the current iteration is already being planned"
+        assert self.now <= booking.load_at < booking.verify_at
+        assert len(booking.link) == booking.verify_at - booking.load_at, "the reload is over when its verify begins"
         if self._key(booking) in self._returned:
             return booking  # an older promise is renewed, made under the limits of its time
         assert self.pages.peak(booking.load_at, booking.free_after) <= self.limits.pages
         if not self.link_may_overflow:
-            assert self.link.peak(booking.load_at, booking.verify_at) <= self.limits.link_ns
+            held = zip(self.link.cells[booking.load_at - self.now :], booking.link, strict=False)
+            assert all(cell <= self.limits.link_ns for cell, amount in held if amount)
         return booking
 
     def cancel(self, booking: Booking) -> None:
@@ -75,7 +77,7 @@ class SpyRings(Rings):
 
     @staticmethod
     def _key(booking: Booking) -> tuple[int, ...]:
-        return booking.load_at, booking.verify_at, booking.free_after, booking.link_ns, booking.pages
+        return booking.load_at, booking.verify_at, booking.free_after, booking.pages, *booking.link
 
 
 @dataclass
@@ -120,7 +122,7 @@ class Engine:
 
     def demand(self, request_id: str, anchor: int) -> Demand:
         wish = self.requests[request_id].wish
-        return Demand(anchor, wish.span, wish.link_ns, wish.pages, self.depth - 1, self.named)
+        return Demand(anchor, wish.span, wish.span * wish.link_ns, wish.pages, self.depth - 1, self.named)
 
     def drafts_ahead(self, request_id: str) -> bool:
         return self.ahead and self.draft_limit(request_id) > 0
@@ -186,7 +188,7 @@ class Engine:
                 assert track.round.limit == self.draft_limit(request_id)
         for request_id in out.loads:
             fake = self.requests[request_id]
-            assert before[request_id] is State.DRAFTING
+            assert before[request_id] in (State.WAITING, State.DRAFTING)
             assert fake.held == fake.wish.pages
             fake.loaded = True
         for request_id in out.drafts:
@@ -259,7 +261,8 @@ class Engine:
         rings, tracks = self.rings, self.planner.tracks
         for i in range(self.window):
             now = rings.now + i
-            assert rings.link.cells[i] == sum(b.link_ns for b in rings.live if b.load_at <= now <= b.verify_at)
+            loads = [b for b in rings.live if b.load_at <= now < b.verify_at]
+            assert rings.link.cells[i] == sum(b.link[now - b.load_at] for b in loads)
             assert rings.pages.cells[i] == sum(b.pages for b in rings.live if b.load_at <= now <= b.free_after)
         owned = {id(b) for t in tracks.values() for b in t.bookings}
         assert owned == {id(b) for b in rings.live}, "every booking belongs to a round"

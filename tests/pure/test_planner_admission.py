@@ -42,7 +42,7 @@ def test_admission_equals_asking_for_every_request_in_turn(policy: Policy, wishe
     rings.advance()
     anchors = [min(engine.aim, w.limit) for w in wishes]
     expected = [
-        book(rings, policy, Demand(x, w.span, w.link_ns, w.pages), engine.limits)
+        book(rings, policy, Demand(x, w.span, w.span * w.link_ns, w.pages), engine.limits)
         for x, w in zip(anchors, wishes, strict=True)
     ]
     engine.tick()

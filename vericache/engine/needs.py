@@ -76,15 +76,15 @@ class RoundNeeds:
         them; at least those of the largest one."""
         tokens = max((*(r.tokens for r in self.records.values()), *(r.num_tokens for r in joining)))
         span, link_ns, hold = self._reload(tokens)
-        by_link = self.throughput.iteration_ns / max(1, link_ns * span)
-        # Rounds that begin in an iteration, each of which holds its blocks for ``span + hold``.
+        by_link = self.throughput.iteration_ns / max(1, link_ns)
+        # Rounds that begin in an iteration, each of which holds its blocks for ``span + 1 + hold``.
         rounds = min((len(self.records) + len(joining)) / (draft_length + 1), by_link)
         window = self.planner.rings.window
         each = self.plan.blocks_for(min(tokens + window, self.bounds.max_model_len))
-        return ceil(each * max(1.0, rounds * (span + hold)))
+        return ceil(each * max(1.0, rounds * (span + 1 + hold)))
 
     def _reload(self, tokens: int) -> tuple[int, int, int]:
-        """Iterations, link time in each of them, and iterations that pages are held after the last one."""
+        """Iterations, link time, and iterations that pages are held after the verify."""
         num_bytes = self.plan.blocks_for(tokens) * self.plan.block_bytes
         bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
         hold = self.bounds.depth - 1
