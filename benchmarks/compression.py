@@ -21,6 +21,7 @@ import torch
 from benchmarks.report import command, save, table
 from compressors import METHODS, MethodSpec, Shape, create
 from vericache.draft.arena import DraftArena, page_bound
+from vericache.draft.formats import Plain
 from vericache.engine.pages_cuda import SideBySideLayout
 
 BLOCK = 16
@@ -76,8 +77,8 @@ def one(case: Case, repeats: int) -> dict[str, list[float]]:
     key = torch.randn(longest, shape.kv_heads, shape.head_dim, device=device, dtype=torch.bfloat16)
     layout, order = SideBySideLayout(caches, BLOCK, shape.head_dim), torch.randperm(blocks, device=device)
     kept = int(case.spec.ratio * case.context) + 1
-    pages = page_bound(kept, 0, shape.layers * shape.kv_heads, case.page_tokens)
-    arena = DraftArena(shape, pages, case.page_tokens, torch.bfloat16, device)
+    pages = page_bound(kept, shape.layers * shape.kv_heads, case.page_tokens)
+    arena = DraftArena(shape, pages, Plain(case.page_tokens, shape.head_dim, torch.bfloat16), device)
     arena.with_tables(1, case.context)
     watch = Stopwatch()
     for _ in range(repeats + 1):

@@ -153,11 +153,11 @@ def arena(shape: Shape, ragged: bool, page_tokens: int, programs: list[int], rep
     sequences = shape.rows * shape.heads
     out = torch.empty_like(query)
     arguments = {
-        "q": query.view(sequences, shape.group, shape.dim), "k": tables.pool[:, 0].unsqueeze(2),
-        "v": tables.pool[:, 1].nan_to_num().unsqueeze(2), "out": out.view(sequences, shape.group, shape.dim),
+        "q": query.view(sequences, shape.group, shape.dim), "k": tables.pool.data[:, 0].unsqueeze(2),
+        "v": tables.pool.data[:, 1].nan_to_num().unsqueeze(2), "out": out.view(sequences, shape.group, shape.dim),
         "max_seqlen_q": 1, "cu_seqlens_q": torch.arange(sequences + 1, device="cuda").int(),
         "max_seqlen_k": int(counts.max()), "seqused_k": counts.view(-1).int(), "softmax_scale": scale, "causal": True,
-        "block_table": tables.table[:, 0].clamp(max=tables.pool.shape[0] - 1).reshape(sequences, -1).contiguous(),
+        "block_table": tables.table[:, 0].clamp(max=len(tables.pool.bytes) - 1).reshape(sequences, -1).contiguous(),
         "fa_version": 3,
     }  # fmt: skip
     flash_attn_varlen_func(**arguments)

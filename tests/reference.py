@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from compressors import Kept
+from tests.packings import Packing
 
 # logits [T, vocab], positions of their input tokens -> chosen tokens
 Choose = Callable[[Tensor, Sequence[int]], list[int]]
@@ -54,13 +55,23 @@ class Reference:
         self._visible = None
         return out.logits[0]
 
-    def predict(self, prompt: Sequence[int], output: Sequence[int], kept: Kept, drafted: Sequence[int], choose: Choose):
+    def predict(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        kept: Kept,
+        drafted: Sequence[int],
+        choose: Choose,
+        packing: Packing | None = None,
+    ):
         """Accepted drafts of each round that drafted ``drafted[i]`` tokens. A round whose verify lies beyond the
-        output (the request ended inside it) counts what the output still shows."""
+        output (the request ended inside it) counts what the output still shows. ``packing``: what the draft cache's
+        format loses."""
         tokens, base = [*prompt, *output], len(prompt)
         full = DynamicCache(config=self.model.config)
         self.forward(tokens[:-1], full)
         mask = visible_positions(kept, base)
+        lossy = packing.pack(full, mask) if packing is not None else full
         n, accepted = base, []
         for count in drafted:
             chunk = tokens[n : n + count]
@@ -69,8 +80,11 @@ class Reference:
                 n += 1
                 continue
             past = DynamicCache(config=self.model.config)
-            for layer, stored in enumerate(full.layers):
-                past.update(stored.keys[:, :, :n].clone(), stored.values[:, :, :n].clone(), layer)
+            exact_from = packing.exact_from(base, n) if packing is not None else 0
+            for layer, (rough, exact) in enumerate(zip(lossy.layers, full.layers, strict=True)):
+                parts = [(rough.keys, exact.keys), (rough.values, exact.values)]
+                kv = [torch.cat([a[:, :, :exact_from], b[:, :, exact_from:n]], 2) for a, b in parts]
+                past.update(*kv, layer)
             tail = torch.ones(*mask.shape[:2], n - base, dtype=torch.bool)
             logits = self.forward(chunk, past, torch.cat([mask, tail], -1))
             chosen = choose(logits, range(n, n + len(chunk)))

@@ -1,6 +1,6 @@
 """Engine tests come in groups, one folder each. A group has one engine for all its tests, and with pytest-xdist a
-group stays in one process: ``full`` and ``rounds`` run the bundled model, ``small`` its first layers (a fifth of the
-time), ``commands`` starts processes of its own."""
+group stays in one process: ``full`` and ``rounds`` run the bundled model, ``small`` and ``packed`` its first layers (a
+fifth of the time), ``commands`` starts processes of its own."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from vericache.demo import model, prompts
 from vericache.demo.worker import Job, run_in_process
 
 # Engine arguments of the groups that have an engine.
-GROUPS: dict[str, dict[str, Any]] = {"full": {"max_model_len": 3072}, "rounds": {}, "small": {}}
+GROUPS: dict[str, dict[str, Any]] = {"full": {"max_model_len": 3072}, "rounds": {}, "small": {}, "packed": {}}
 PROMPT_TOKENS = 240
 OUTPUT_TOKENS = 40
 SMALL_LAYERS = 6
@@ -73,7 +73,7 @@ def stock_output(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[in
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, full_folder: Path, small_folder: Path) -> Path:
     """The model of the test's group."""
-    return small_folder if request.path.parent.name == "small" else full_folder
+    return small_folder if request.path.parent.name in ("small", "packed") else full_folder
 
 
 @pytest.fixture(scope="session")
@@ -96,10 +96,12 @@ class LiveGroup:
         self.name = ""
         self.harness: Harness | None = None
 
-    def engine(self, name: str, folder: Path) -> Harness:
+    def engine(self, group: str, folder: Path, **settings: Any) -> Harness:
+        """``settings`` that only a start can change."""
+        name = f"{group} {settings}"
         if self.harness is None or self.name != name:
             self.close()
-            self.name, self.harness = name, Harness(folder, {**ENGINE, **GROUPS[name]}, SETTINGS)
+            self.name, self.harness = name, Harness(folder, {**ENGINE, **GROUPS[group]}, {**SETTINGS, **settings})
         return self.harness
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vericache.draft.formats import Plain
+from vericache.draft.pool import PagePool
 from vericache.draft.tables import ArenaTables
 
 
@@ -28,7 +30,9 @@ def random_tables(
     order = torch.randperm(total, generator=generator, device=device).int()
     table = torch.full((slots, layers, heads, widest), 2**30, dtype=torch.int32, device=device)
     table[torch.arange(widest, device=device) < need[..., None]] = order
-    pool = torch.randn(total, 2, page_tokens, dim, generator=generator, device=device).to(dtype)
+    form = Plain(page_tokens, dim, dtype)
+    memory = PagePool.of(total, form, device)
+    pool = memory.data.copy_(torch.randn(total, 2, page_tokens, dim, generator=generator, device=device))
     kept_pages = (counts + page_tokens - 1) // page_tokens
     for part, length in ((kept_pages - 1, counts), (need - 1, tails[:, None, None].expand_as(need))):
         used = (length - 1) % page_tokens + 1
@@ -38,12 +42,14 @@ def random_tables(
         pool.transpose(1, 2)[page] = torch.where(
             unused[..., None, None], float("nan"), pool.transpose(1, 2)[page].float()
         ).to(dtype)
-    return ArenaTables(pool, table, counts.int())
+    none = torch.empty(0, dtype=dtype, device=device)
+    folded = torch.zeros(slots, dtype=torch.int32, device=device)
+    return ArenaTables(form, memory, table, folded, counts.int(), none, none)
 
 
 def expected(query: Tensor, tables: ArenaTables, layer: int, rows: Rows, scale: float) -> Tensor:
     """float32 ``[R, Hq, D]``; zeros for rows without a slot."""
-    heads, pt = tables.table.shape[2], tables.page_tokens
+    heads, pt, pool = tables.table.shape[2], tables.format.page_tokens, tables.pool.data
     group = query.shape[1] // heads
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     for row, (slot, tail) in enumerate(zip(rows.slot.tolist(), rows.tail.tolist(), strict=True)):
@@ -54,7 +60,7 @@ def expected(query: Tensor, tables: ArenaTables, layer: int, rows: Rows, scale: 
             for length in (kept, tail):
                 count = -(-length // pt)
                 mine, pages = pages[:count], pages[count:]
-                flat = tables.pool[mine].float().transpose(0, 1).reshape(2, -1, tables.pool.shape[-1])[:, :length]
+                flat = pool[mine].float().transpose(0, 1).reshape(2, -1, pool.shape[-1])[:, :length]
                 keys.append(flat[0])
                 values.append(flat[1])
             k, v = torch.cat(keys), torch.cat(values)

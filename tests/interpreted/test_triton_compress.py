@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from compressors import Asked, CachedKeys, Kept
-from vericache.draft.arena import LayerSource, pages_per_head
+from vericache.draft.arena import pages_per_head
+from vericache.draft.source import LayerSource
 from vericache.engine.pages_cuda import SideBySideLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,9 +79,11 @@ def test_fill(page_tokens: int, most: int) -> None:
     total = int(need.sum())
     ids = torch.randperm(total + 5, generator=rng)[:total].int()
     pools = [torch.zeros(total + 5, 2, page_tokens, dim, device=DEVICE, dtype=HALF) for _ in range(2)]
-    layout.source(caches, blocks, tokens).fill(pools[0], selection, need, ids)
+    layout.source(caches, blocks, tokens).fill(pools[0], ids, selection, need, range(LAYERS))
     everything = torch.arange(tokens, device=DEVICE)
-    LayerSource(lambda i: layout.read(caches[i], blocks, everything)).fill(pools[1], selection, need, ids)
+    LayerSource(lambda i: layout.read(caches[i], blocks, everything)).fill(
+        pools[1], ids, selection, need, range(LAYERS)
+    )
     assert torch.equal(*pools)
     assert int(pools[0].count_nonzero()) == int(counts.sum()) * 2 * dim
 

@@ -41,6 +41,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "mode": "off",
         "bitwise": "on",
         "policy": "lockstep",
+        "page_format": "kivi2",
         "counts": "uniform",
         "compressor": "random",
         "compressor_options": {"chunk": 512},

@@ -8,7 +8,8 @@ from hypothesis import settings
 from torch import Tensor
 
 from compressors import Kept, Shape
-from vericache.draft.arena import DraftArena, LayerSource
+from vericache.draft.arena import DraftArena
+from vericache.draft.source import LayerSource
 
 SHAPE = Shape(layers=3, kv_heads=2, query_heads=4, head_dim=8)
 PT = 4  # tokens of a page

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from compressors import Kept
 from tests.tensor.arena_world import PT, SHAPE, Tokens, attend_all, dense, generator, quick, random_kept
-from vericache.draft.arena import DraftArena, LayerSource, PagePool, page_bound, pages_per_head
+from vericache.draft.arena import DraftArena, page_bound, pages_per_head
+from vericache.draft.formats import Plain
+from vericache.draft.pool import PagePool
+from vericache.draft.source import LayerSource
 from vericache.errors import ArenaFullError
 
 
@@ -58,7 +61,7 @@ def check_ownership(arena: DraftArena, model: dict[int, Held]) -> None:
         assert held.tail.shape == (known.strips, arena.shape.layers, arena.shape.kv_heads)
         kept_per_head = math.ceil(int(known.counts.sum()) / heads)
         owned = owned_pages([held.pages, held.tail])
-        assert len(owned) <= page_bound(kept_per_head, known.strips * arena.page_tokens, heads, arena.page_tokens)
+        assert len(owned) <= page_bound(kept_per_head, heads, arena.page_tokens) + heads * known.strips
         everything += owned
         held_bytes += len(owned) * page_bytes + sum(t.nbytes for t in (held.counts, held.pages, held.tail))
     assert sorted(everything) == list(range(len(arena.pool.data)))
@@ -80,7 +83,7 @@ operations = st.lists(
 def test_pages_have_one_owner_through_any_sequence(ops: list[tuple[str, int, int]], pages: int) -> None:
     """Failed operations change nothing but the slot that ``put`` empties first; contents of others stay."""
     n = 13
-    arena = DraftArena(SHAPE, pages, PT, torch.float32)
+    arena = DraftArena(SHAPE, pages, Plain(PT, SHAPE.head_dim, torch.float32))
     model: dict[int, Held] = {}
     for op, slot, value in ops:
         if op == "put":
@@ -124,7 +127,7 @@ def test_pages_have_one_owner_through_any_sequence(ops: list[tuple[str, int, int
 
 def test_put_over_a_full_slot_frees_it_even_when_it_fails() -> None:
     """A slot that cannot be filled anew must not keep answering with its former owner's tokens."""
-    arena = DraftArena(SHAPE, 30, PT, torch.float32)
+    arena = DraftArena(SHAPE, 30, Plain(PT, SHAPE.head_dim, torch.float32))
     source = Tokens.random(SHAPE, 40, 0)
     arena.put(1, random_kept(SHAPE, 40, 0, most=4), source.read(40))
     arena.put(2, random_kept(SHAPE, 40, 1, most=4), source.read(40))
@@ -138,7 +141,7 @@ def test_put_over_a_full_slot_frees_it_even_when_it_fails() -> None:
 
 @pytest.mark.parametrize("failing_layer", [0, 2])
 def test_a_reader_that_raises_leaves_the_slot_empty_and_all_pages_free(failing_layer: int) -> None:
-    arena = DraftArena(SHAPE, 40, PT, torch.float32)
+    arena = DraftArena(SHAPE, 40, Plain(PT, SHAPE.head_dim, torch.float32))
     source = Tokens.random(SHAPE, 10, 0)
 
     def read(layer: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +156,7 @@ def test_a_reader_that_raises_leaves_the_slot_empty_and_all_pages_free(failing_l
 
 
 def test_dropping_an_empty_slot_does_nothing() -> None:
-    arena = DraftArena(SHAPE, 5, PT, torch.float32)
+    arena = DraftArena(SHAPE, 5, Plain(PT, SHAPE.head_dim, torch.float32))
     arena.drop(7)
     assert len(arena.pool.free) == 5
 
@@ -162,7 +165,7 @@ def test_dropping_an_empty_slot_does_nothing() -> None:
 @given(data=st.data())
 def test_the_pool_gives_all_or_nothing(data: st.DataObject) -> None:
     size = data.draw(st.integers(0, 12))
-    pool = PagePool(torch.full((size, 2, PT, 3), math.nan))
+    pool = PagePool.of(size, Plain(PT, 3, torch.float32), "cpu")
     held: list[Tensor] = []
     for take in data.draw(st.lists(st.integers(-1, 6), max_size=20)):
         free = list(pool.free)
@@ -186,10 +189,8 @@ def test_the_pool_gives_all_or_nothing(data: st.DataObject) -> None:
 def test_page_bound_is_an_upper_bound(data: st.DataObject) -> None:
     heads, page_tokens = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9))
     counts = data.draw(st.lists(st.integers(0, 60), min_size=heads, max_size=heads))
-    tail = data.draw(st.integers(0, 60))
     kept = math.ceil(sum(counts) / heads)
-    used = int(pages_per_head(torch.tensor(counts), page_tokens).sum()) + heads * math.ceil(tail / page_tokens)
-    assert used <= page_bound(kept, tail, heads, page_tokens)
+    assert int(pages_per_head(torch.tensor(counts), page_tokens).sum()) <= page_bound(kept, heads, page_tokens)
 
 
 @pytest.mark.parametrize(("heads", "page_tokens", "kept"), [(1, 4, 5), (3, 4, 2), (3, 4, 5), (4, 3, 3), (2, 1, 6)])
@@ -202,4 +203,4 @@ def test_page_bound_is_reached(heads: int, page_tokens: int, kept: int) -> None:
         return [[first, *rest] for first in range(total + 1) for rest in spreads(total - first, parts - 1)]
 
     most = max(sum(math.ceil(c / page_tokens) for c in spread) for spread in spreads(heads * kept, heads))
-    assert page_bound(kept, 0, heads, page_tokens) == most
+    assert page_bound(kept, heads, page_tokens) == most

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from compressors import Shape
 from tests.tensor.arena_world import PT, SHAPE, Tokens, append, attend_all, dense, generator, quick, random_kept
 from vericache.draft.arena import DraftArena
-from vericache.draft.attention import attend_pages
+from vericache.draft.attention import attend_pages, merge
+from vericache.draft.formats import Plain
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -17,7 +18,7 @@ def test_attention_over_ragged_slots_and_tails(dtype: torch.dtype, page_tokens: 
     """Several rows, each with its own counts per (layer, head) and its own tail length. Inputs may be bfloat16;
     logits and softmax are float32, so the dense answer on the same inputs is met as closely."""
     n, tails = 21, [0, 1, page_tokens - 1, page_tokens, page_tokens + 1, 2 * page_tokens + 3]
-    arena = DraftArena(SHAPE, 2000, page_tokens, dtype)
+    arena = DraftArena(SHAPE, 2000, Plain(page_tokens, SHAPE.head_dim, dtype))
     sources = [Tokens.random(SHAPE, n + max(tails), 50 + i, dtype) for i in range(len(tails))]
     kepts = [random_kept(SHAPE, n, 70 + i) for i in range(len(tails))]
     for slot, (source, kept, tail) in enumerate(zip(sources, kepts, tails, strict=True)):
@@ -38,7 +39,7 @@ def test_attention_over_ragged_slots_and_tails(dtype: torch.dtype, page_tokens: 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_attention_shapes(kv_heads: int, group: int, head_dim: int) -> None:
     shape = Shape(2, kv_heads, kv_heads * group, head_dim)
-    arena = DraftArena(shape, 200, PT, torch.float32)
+    arena = DraftArena(shape, 200, Plain(PT, shape.head_dim, torch.float32))
     source, kept = Tokens.random(shape, 16, 1), random_kept(shape, 10, 2)
     arena.put(0, kept, source.read(10))
     append(arena, 0, source, 10, range(6))
@@ -51,7 +52,7 @@ def test_attention_shapes(kv_heads: int, group: int, head_dim: int) -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     """Pages are merged by their maxima: a page far below the peak of its head adds nothing, not NaN."""
-    arena = DraftArena(SHAPE, 100, PT, torch.float32)
+    arena = DraftArena(SHAPE, 100, Plain(PT, SHAPE.head_dim, torch.float32))
     source, kept = Tokens.random(SHAPE, 12, 5), random_kept(SHAPE, 12, 6)
     source.keys *= 500
     arena.put(0, kept, source.read(12))
@@ -72,7 +73,13 @@ def test_attend_pages_is_one_softmax_per_segment(data: st.DataObject) -> None:
     items = [(data.draw(st.integers(0, pages - 1)), s, data.draw(st.integers(1, PT))) for s in range(segments)]
     more = st.tuples(st.integers(0, pages - 1), st.integers(0, segments - 1), st.integers(0, PT))
     items = data.draw(st.permutations(items + data.draw(st.lists(more, max_size=8))))
-    got = attend_pages(query, pool, *(torch.tensor(column) for column in zip(*items, strict=True)))
+    page, segment, length = (torch.tensor(column) for column in zip(*items, strict=True))
+    split = data.draw(st.integers(0, len(items)))  # pages of two kinds, one softmax
+    parts = [
+        attend_pages(query, *pool[page[part]].unbind(1), segment[part], length[part])
+        for part in (slice(0, split), slice(split, None))
+    ]
+    got = merge(*parts)
     for segment in range(segments):
         mine = [pool[page, :, :length] for page, s, length in items if s == segment]
         keys, values = torch.cat(mine, 1).double()

@@ -9,6 +9,7 @@ import torch
 from compressors import Kept
 from tests.tensor.arena_world import PT, SHAPE, Tokens, append, attend_all, dense, generator, random_kept
 from vericache.draft.arena import DraftArena
+from vericache.draft.formats import Plain
 
 TAILS = [0, 1, PT - 1, PT, PT + 1, 3 * PT]
 
@@ -18,7 +19,7 @@ def filled() -> Callable[[], tuple[DraftArena, Tokens, Kept]]:
     """Arenas with the same slot 0, page for page."""
 
     def make() -> tuple[DraftArena, Tokens, Kept]:
-        arena = DraftArena(SHAPE, 200, PT, torch.float32)
+        arena = DraftArena(SHAPE, 200, Plain(PT, SHAPE.head_dim, torch.float32))
         source, kept = Tokens.random(SHAPE, 60, 11), random_kept(SHAPE, 20, 12)
         arena.put(0, kept, source.read(20))
         return arena, source, kept
@@ -120,7 +121,7 @@ def test_one_batch_writes_the_tails_of_several_slots(filled: Filled) -> None:
 def test_stale_nans_of_a_former_owner_do_not_leak() -> None:
     """Unused entries of a page are multiplied by a weight of zero, and zero times NaN would be NaN."""
     poison = Tokens(*(torch.full((3, 2, 30, 8), math.nan) for _ in range(2)))
-    used, fresh = (DraftArena(SHAPE, 60, PT, torch.float32) for _ in range(2))
+    used, fresh = (DraftArena(SHAPE, 60, Plain(PT, SHAPE.head_dim, torch.float32)) for _ in range(2))
     used.put(9, Kept(torch.full((3, 2), 20), torch.arange(20).repeat(6)), poison.read(20))
     append(used, 9, poison, 20, range(2 * PT))
     assert torch.isnan(used.pool.data).any(dim=(1, 2, 3)).sum() == 42
@@ -136,7 +137,7 @@ def test_stale_nans_of_a_former_owner_do_not_leak() -> None:
 
 def test_model_precision_is_stored_as_the_arenas() -> None:
     """Float32 K/V of a bfloat16 arena are rounded once, on the way in."""
-    arena = DraftArena(SHAPE, 100, PT, torch.bfloat16)
+    arena = DraftArena(SHAPE, 100, Plain(PT, SHAPE.head_dim, torch.bfloat16))
     source, kept = Tokens.random(SHAPE, 25, 20), random_kept(SHAPE, 20, 21)
     arena.put(0, kept, source.read(20))
     append(arena, 0, source, 20, range(3))

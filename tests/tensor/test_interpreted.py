@@ -13,7 +13,7 @@ ENGINE = TESTS / "engine"
 PARTS = {
     "kernels": [TESTS, "--ignore", ENGINE],
     "engine": [ENGINE / "test_v2.py", ENGINE / "test_bitwise.py"],
-    "semantics": [ENGINE / "test_v2_semantics.py"],
+    "semantics": [ENGINE / "test_v2_semantics.py", ENGINE / "test_v2_packed.py"],
 }
 
 

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressors import Kept, Shape
-from vericache.draft.arena import DraftArena, LayerSource
+from vericache.draft.arena import DraftArena
+from vericache.draft.formats import Plain
 from vericache.draft.runtime import HostRuntime
+from vericache.draft.source import LayerSource
 from vericache.draft.step import ArenaRow, DraftStep, build_step
 
 SHAPE = Shape(layers=2, kv_heads=2, query_heads=4, head_dim=8)
@@ -19,7 +21,7 @@ CONTEXT = 10
 
 def arena_with(slots: int, pages: int = 400) -> DraftArena:
     """Slots ``0 .. slots - 1``, each keeping another part of a random context of 10 tokens."""
-    arena = DraftArena(SHAPE, pages, PT, torch.float32)
+    arena = DraftArena(SHAPE, pages, Plain(PT, SHAPE.head_dim, torch.float32))
     for slot in range(slots):
         rng = torch.Generator().manual_seed(slot)
         keys, values = torch.randn(2, 2, 2, CONTEXT, 8, generator=rng)
@@ -56,8 +58,9 @@ def test_a_mixed_batch() -> None:
     assert step.work is not None
     per_segment = torch.zeros(SHAPE.layers, 2 * SHAPE.kv_heads, dtype=torch.int64)
     for layer in range(SHAPE.layers):
-        lo, hi = step.work.bounds[layer], step.work.bounds[layer + 1]
-        per_segment[layer].index_add_(0, step.work.segments[lo:hi], step.work.lengths[lo:hi])
+        for part in (step.work.compressed, step.work.tail):
+            _, segments, lengths = part.layer(layer)
+            per_segment[layer].index_add_(0, segments, lengths)
     assert per_segment.tolist() == [[3 + 4, 3 + 4, 5 + 1, 5 + 1]] * SHAPE.layers
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compressors import Kept, MethodSpec, Shape
 from vericache.draft.arena import DraftArena
+from vericache.draft.formats import Plain
 from vericache.draft.runtime import HostRuntime
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.ops import Compress, Op, ProbeRow, Row, StepMetadata, StepReport
@@ -58,7 +59,7 @@ class World:
         self.store = HostStore(PAGES, self.caches)
         self.store.data.copy_(torch.randn(self.store.data.shape, generator=rng))
         self.copies = FlakyCopies(self.caches, self.store)
-        self.arena = DraftArena(SHAPE, arena_pages, PT, torch.float32)
+        self.arena = DraftArena(SHAPE, arena_pages, Plain(PT, SHAPE.head_dim, torch.float32))
         self.layout = PlainLayout()
         self.runtime = HostRuntime(self.arena)
         self.worker = KVWorker(SHAPE, self.runtime, self.layout, self.caches, self.copies)

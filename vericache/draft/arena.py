@@ -1,77 +1,66 @@
 """The draft arena: a preallocated pool of head pages and what each slot holds of it.
 
-A *head page* is ``page_tokens`` keys and values of one KV head of one layer. A slot (one drafting request) owns
+A *head page* is ``page_tokens`` keys and values of one KV head of one layer, in the arena's ``PageFormat``. A slot (one
+drafting request) owns
 
 * compressed pages, ragged: as many per (layer, KV head) as the compressor kept there. One pool serves all layers
   and heads, because with a global threshold the heaviest layer holds several times the mean;
-* a tail of uncompressed tokens behind the compressed context, grown in strips (one page per layer and head).
+* a tail of uncompressed tokens behind the compressed context, grown in strips (one page per layer and head);
+* where the format is packed, full pages of tokens that were *folded*: verified, they left the front of the tail.
 
-One rule addresses the tail: the token at ``position`` has tail index ``position - base``, base being the context
-length when the slot was filled. Draft rows append there, verify rows overwrite the same entries with the true
-K/V, and a rollback needs no state: entries beyond a row's position are not read.
+One rule addresses the tail: the token at ``position`` has tail index ``position - base``, base being the number of
+tokens that are compressed or folded. Draft rows append there, verify rows overwrite the same entries with the true
+K/V, and a rollback needs no state: entries beyond a row's position are not read. Only verified tokens are folded.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from compressors import Kept, Shape
-from vericache.device import to_device
-from vericache.draft.attention import attend_pages
+from vericache.draft.attention import attend_pages, merge
+from vericache.draft.formats import PageFormat
+from vericache.draft.pool import PagePool
+from vericache.draft.source import Source
 from vericache.draft.tables import ArenaTables
-from vericache.errors import ArenaFullError
-
-
-class Source(Protocol):
-    """Where a slot's kept tokens come from."""
-
-    def fill(self, pool: Tensor, kept: Kept, need: Tensor, pages: Tensor) -> None:
-        """Write the kept tokens to ``pages`` of ``pool [P, 2, page_tokens, D]``. ``kept.counts``, ``need`` (head pages,
-        int64 ``[L, H]``) and ``pages`` (int32 ``[need.sum()]``, in order of layer, head, index) are in host memory."""
-
-
-@dataclass(frozen=True)
-class LayerSource:
-    """``read``: layer -> keys and values of the context, each ``[H, n, D]``."""
-
-    read: Callable[[int], tuple[Tensor, Tensor]]
-
-    def fill(self, pool: Tensor, kept: Kept, need: Tensor, pages: Tensor) -> None:
-        heads, page_tokens, device = need.shape[1], pool.shape[2], pool.device
-        totals = kept.counts.sum(1).tolist()
-        first_page = to_device(need.flatten().cumsum(0) - need.flatten(), device)
-        pages, every = to_device(pages.long(), device), to_device(kept.counts, device)
-        for layer, total in enumerate(totals):
-            counts, positions = every[layer], kept.layer(layer)
-            head = torch.repeat_interleave(torch.arange(heads, device=device), counts, output_size=total)
-            before = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=total)
-            rank = torch.arange(total, device=device) - before
-            page = pages[first_page[layer * heads + head] + rank // page_tokens]
-            keys, values = self.read(layer)
-            pool[page, 0, rank % page_tokens] = keys[head, positions].to(pool.dtype)
-            pool[page, 1, rank % page_tokens] = values[head, positions].to(pool.dtype)
 
 
 @dataclass
 class Slot:
-    """Pages of one slot. ``pages`` int32 in order of layer, head, index; ``tail`` int32 ``[strips, L, H]``."""
+    """Pages of one slot. ``pages`` int32 in order of layer, head, index; ``folded`` and ``tail`` int32
+    ``[strips, L, H]``, every folded page full."""
 
     counts: Tensor  # int32 [L, H], kept tokens
     pages: Tensor
+    folded: Tensor
     tail: Tensor
 
 
 @dataclass(frozen=True)
-class Work:
-    """The attention work of one step over all layers, in layer order; ``bounds[l] .. bounds[l + 1]`` is layer l."""
+class WorkList:
+    """Pages to attend over in all layers, in layer order; ``bounds[l] .. bounds[l + 1]`` is layer l."""
 
     bounds: list[int]
     pages: Tensor  # int64 [N]
     segments: Tensor  # int64 [N], row * H + head
     lengths: Tensor  # int64 [N]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        mine = slice(self.bounds[index], self.bounds[index + 1])
+        return self.pages[mine], self.segments[mine], self.lengths[mine]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The attention work of one step: pages in the arena's format, and pages of tails."""
+
+    compressed: WorkList
+    tail: WorkList
+
+
+Pages = tuple[Tensor, Tensor, Tensor, Tensor]  # layer, page, head and valid tokens of each page
 
 
 @dataclass(frozen=True)
@@ -84,32 +73,6 @@ class TailTokens:
     offsets: Tensor
 
 
-@dataclass
-class PagePool:
-    """Head pages ``[P, 2, page_tokens, D]`` and the stack of free ones."""
-
-    data: Tensor
-    free: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.free = list(range(self.data.shape[0] - 1, -1, -1))
-
-    def take(self, count: int) -> Tensor:
-        """int32 ``[count]``, all or nothing."""
-        if count > len(self.free):
-            raise ArenaFullError(
-                f"the draft arena has {len(self.free)} of {self.data.shape[0]} head pages free, {count} are needed; "
-                f"raise arena_fraction, lower ratio, or serve fewer requests at once"
-            )
-        split = len(self.free) - count
-        ids = torch.tensor(self.free[split:], dtype=torch.int32)
-        del self.free[split:]
-        return ids
-
-    def release(self, ids: Tensor) -> None:
-        self.free.extend(ids.flatten().tolist())
-
-
 class DraftArena:
     """All compressed KV of a worker. Not thread-safe; used by the model runner's thread only.
 
@@ -118,17 +81,18 @@ class DraftArena:
     """
 
     def __init__(
-        self, shape: Shape, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self, shape: Shape, num_pages: int, page_format: PageFormat, device: torch.device | str = "cpu"
     ) -> None:
-        self.shape, self.page_tokens = shape, page_tokens
-        self.pool = PagePool(torch.zeros(num_pages, 2, page_tokens, shape.head_dim, dtype=dtype, device=device))
+        self.shape, self.format = shape, page_format
+        self.page_tokens, self.tail_page_tokens = page_format.page_tokens, page_format.tail_page_tokens
+        self.pool = PagePool.of(num_pages, page_format, device)
         self.slots: dict[int, Slot] = {}
         self.tables: ArenaTables | None = None
 
     def with_tables(self, slots: int, max_tokens: int) -> ArenaTables:
         """Keep device tables for ``slots`` slots of up to ``max_tokens`` tokens; before any slot is filled."""
         assert not self.slots
-        self.tables = ArenaTables.empty(self.pool.data, slots, self.shape, max_tokens)
+        self.tables = ArenaTables.empty(self.format, self.pool, slots, self.shape, max_tokens)
         return self.tables
 
     # -- contents ------------------------------------------------------------------------------------
@@ -144,54 +108,86 @@ class DraftArena:
         need = pages_per_head(kept.counts, self.page_tokens)
         pages = self.pool.take(int(need.sum()))
         try:
-            source.fill(self.pool.data, kept, need, pages)
+            self._fill(kept, need, pages, source)
         except BaseException:
             self.pool.release(pages)
             raise
-        no_tail = torch.empty(0, self.shape.layers, self.shape.kv_heads, dtype=torch.int32)
-        self.slots[slot] = Slot(kept.counts.int(), pages, no_tail)
+        none = torch.empty(0, self.shape.layers, self.shape.kv_heads, dtype=torch.int32)
+        self.slots[slot] = Slot(kept.counts.int(), pages, none, none)
         if self.tables is not None:
             self.tables.fill(slot, kept.counts, need, pages)
         return len(pages)
+
+    def _fill(self, kept: Kept, need: Tensor, pages: Tensor, source: Source) -> None:
+        layers, device = self.shape.layers, self.pool.bytes.device
+        if not self.format.packed:
+            source.fill(self.pool.data, pages, kept, need, range(layers))
+            return
+        ends = need.sum(1).cumsum(0).tolist()
+        for layer, (lo, hi) in enumerate(zip([0, *ends], ends, strict=False)):
+            size = (hi - lo, 2, self.page_tokens, self.shape.head_dim)
+            exact = torch.zeros(size, dtype=self.format.dtype, device=device)
+            source.fill(exact, torch.arange(hi - lo, dtype=torch.int32), kept, need, range(layer, layer + 1))
+            _, lengths = self._lengths(kept.counts[layer])
+            encoded = self.format.encode(exact[:, 0], exact[:, 1], lengths.to(device))
+            self.pool.bytes[pages[lo:hi].long().to(device)] = encoded
 
     def drop(self, slot: int) -> None:
         """Free everything a slot holds; an empty slot is left alone."""
         held = self.slots.pop(slot, None)
         if held is not None:
-            self.pool.release(held.pages)
-            self.pool.release(held.tail)
+            for pages in (held.pages, held.folded, held.tail):
+                self.pool.release(pages)
 
     def grow_tail(self, slot: int, tokens: int) -> None:
         """Make room for ``tokens`` tail tokens in all."""
         held = self.slots[slot]
-        missing = -(-tokens // self.page_tokens) - len(held.tail)
+        missing = -(-tokens // self.tail_page_tokens) - len(held.tail)
         if missing > 0:
-            strips = self.pool.take(missing * self.shape.layers * self.shape.kv_heads)
-            strips = strips.view(missing, self.shape.layers, self.shape.kv_heads)
+            strips = self._take_strips(missing)
             if self.tables is not None:
-                kept_pages = pages_per_head(held.counts, self.page_tokens)
-                self.tables.append(slot, kept_pages + len(held.tail), strips)
+                before = pages_per_head(held.counts, self.page_tokens) + len(held.folded) + len(held.tail)
+                self.tables.append(slot, before, strips)
             held.tail = torch.cat([held.tail, strips])
+
+    def fold(self, slot: int, strips: int) -> None:
+        """Pack the first ``strips * page_tokens`` tail tokens. The caller's base grows by as many."""
+        held, per_strip = self.slots[slot], self.page_tokens // self.tail_page_tokens
+        leaving, held.tail = held.tail[: strips * per_strip], held.tail[strips * per_strip :]
+        exact = self.pool.data[leaving.long().to(self.pool.data.device)]  # [strips * per_strip, L, H, 2, TT, D]
+        exact = exact.unflatten(0, (strips, per_strip)).permute(0, 2, 3, 4, 1, 5, 6)
+        exact = exact.reshape(-1, 2, self.page_tokens, self.shape.head_dim)
+        self.pool.release(leaving)
+        new = self._take_strips(strips)
+        full = torch.full((len(exact),), self.page_tokens, device=exact.device)
+        self.pool.bytes[new.flatten().long().to(exact.device)] = self.format.encode(exact[:, 0], exact[:, 1], full)
+        held.folded = torch.cat([held.folded, new])
+        if self.tables is not None:
+            self.tables.fold(slot, pages_per_head(held.counts, self.page_tokens), held.folded, held.tail)
+
+    def _take_strips(self, count: int) -> Tensor:
+        strips = self.pool.take(count * self.shape.layers * self.shape.kv_heads)
+        return strips.view(count, self.shape.layers, self.shape.kv_heads)
 
     @property
     def bytes_held(self) -> int:
         """Bytes of all pages that slots own, with their tables and counts."""
-        page = self.pool.data[0].nbytes if len(self.pool.data) else 0
-        return sum(
-            (s.pages.numel() + s.tail.numel()) * page + s.pages.nbytes + s.tail.nbytes + s.counts.nbytes
-            for s in self.slots.values()
-        )
+        page, held = self.format.page_bytes, 0
+        for s in self.slots.values():
+            tables = (s.pages, s.folded, s.tail)
+            held += sum(t.numel() * page + t.nbytes for t in tables) + s.counts.nbytes
+        return held
 
     # -- one step ------------------------------------------------------------------------------------
 
     def tail_tokens(self, tokens: Sequence[int], slots: Sequence[int], indices: Sequence[int]) -> TailTokens:
         """Where the K/V of batch tokens goes: token ``tokens[i]`` is tail token ``indices[i]`` of ``slots[i]``."""
         index = torch.tensor(indices, dtype=torch.int64)
-        strips = (index // self.page_tokens).tolist()
+        strips = (index // self.tail_page_tokens).tolist()
         rows = [self.slots[s].tail[strip] for s, strip in zip(slots, strips, strict=True)]
         empty = torch.empty(0, self.shape.layers, self.shape.kv_heads, dtype=torch.int64)
         pages = torch.stack(rows).long() if rows else empty
-        return TailTokens(torch.tensor(tokens, dtype=torch.int64), pages, index % self.page_tokens)
+        return TailTokens(torch.tensor(tokens, dtype=torch.int64), pages, index % self.tail_page_tokens)
 
     def write_tail(self, layer: int, where: TailTokens, key: Tensor, value: Tensor) -> None:
         """Scatter ``key``/``value`` ``[T, H, D]`` of one layer into the tails."""
@@ -201,43 +197,53 @@ class DraftArena:
 
     def work(self, slots: Sequence[int], tail_lengths: Sequence[int]) -> Work:
         """The work list of one step: draft row i reads ``slots[i]`` and its first ``tail_lengths[i]`` tail tokens."""
-        layers, pages, segments, lengths = [], [], [], []
-        for row, (slot, tail) in enumerate(zip(slots, tail_lengths, strict=True)):
-            for part in (self._kept_work(self.slots[slot]), self._tail_work(self.slots[slot], tail)):
-                layer, page, head, length = part
-                layers.append(layer)
-                pages.append(page)
-                segments.append(row * self.shape.kv_heads + head)
-                lengths.append(length)
-        layer = torch.cat(layers)
+        rows = [self.slots[slot] for slot in slots]
+        tails = [self._strips(s.tail, self.tail_page_tokens, n) for s, n in zip(rows, tail_lengths, strict=True)]
+        folded = [self._strips(s.folded, self.page_tokens, len(s.folded) * self.page_tokens) for s in rows]
+        return Work(
+            self._list([(self._kept(s), more) for s, more in zip(rows, folded, strict=True)]),
+            self._list([(each,) for each in tails]),
+        )
+
+    def _list(self, rows: Sequence[Sequence[Pages]]) -> WorkList:
+        """One row's pages after the other's, sorted by layer."""
+        parts = [(layer, page, row * self.shape.kv_heads + head, length)
+                 for row, pieces in enumerate(rows) for layer, page, head, length in pieces]  # fmt: skip
+        layer, *columns = (torch.cat(column) for column in zip(*parts, strict=True))
         order = torch.sort(layer, stable=True).indices
         bounds = torch.bincount(layer, minlength=self.shape.layers).cumsum(0).tolist()
-        return Work([0, *bounds], *(torch.cat(x)[order] for x in (pages, segments, lengths)))
+        return WorkList([0, *bounds], *(c[order] for c in columns))
 
-    def _kept_work(self, held: Slot) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _kept(self, held: Slot) -> Pages:
         counts = held.counts.flatten().long()
-        need = pages_per_head(counts, self.page_tokens)
-        where = torch.repeat_interleave(torch.arange(len(need)), need)  # layer * H + head of each page
-        rank = torch.arange(len(where)) - (need.cumsum(0) - need)[where]
-        lengths = (counts[where] - rank * self.page_tokens).clamp(max=self.page_tokens)
+        where, lengths = self._lengths(counts)
         return where // self.shape.kv_heads, held.pages.long(), where % self.shape.kv_heads, lengths
 
-    def _tail_work(self, held: Slot, tail: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        strips = -(-tail // self.page_tokens)
-        grid = held.tail[:strips].long()
+    def _lengths(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Head and valid tokens of every page of heads that keep ``counts`` int64 ``[N]`` tokens."""
+        need = pages_per_head(counts, self.page_tokens)
+        where = torch.repeat_interleave(torch.arange(len(need)), need)
+        rank = torch.arange(len(where)) - (need.cumsum(0) - need)[where]
+        return where, (counts[where] - rank * self.page_tokens).clamp(max=self.page_tokens)
+
+    def _strips(self, strips: Tensor, size: int, tokens: int) -> Pages:
+        """Pages of the first ``tokens`` tokens in ``strips`` of ``size`` tokens."""
+        grid = strips[: -(-tokens // size)].long()
         index = torch.arange(grid.numel())
         per_strip = self.shape.layers * self.shape.kv_heads
-        lengths = (tail - index // per_strip * self.page_tokens).clamp(max=self.page_tokens)
-        layer = index % per_strip // self.shape.kv_heads
-        return layer, grid.flatten(), index % self.shape.kv_heads, lengths
+        lengths = (tokens - index // per_strip * size).clamp(max=size)
+        return index % per_strip // self.shape.kv_heads, grid.flatten(), index % self.shape.kv_heads, lengths
 
     def attend(self, layer: int, work: Work, query: Tensor, scale: float) -> Tensor:
         """Draft attention of one layer: ``query [R, Hq, D]`` in row order -> float32 ``[R, Hq, D]``."""
-        rows = query.shape[0]
-        lo, hi = work.bounds[layer], work.bounds[layer + 1]
+        rows, form = query.shape[0], self.format
         q = query.reshape(rows * self.shape.kv_heads, self.shape.group, -1).float() * scale
-        out = attend_pages(q, self.pool.data, work.pages[lo:hi], work.segments[lo:hi], work.lengths[lo:hi])
-        return out.view(rows, self.shape.query_heads, -1)
+        pages, *items = work.compressed.layer(layer)
+        compressed = attend_pages(form.turn(q), *form.decode(self.pool.bytes[pages]), *items)
+        pages, *items = work.tail.layer(layer)
+        tail = attend_pages(q, *self.pool.data[pages].float().unbind(1), *items)
+        compressed = replace(compressed, mixed=form.back(compressed.mixed))
+        return merge(compressed, tail).view(rows, self.shape.query_heads, -1)
 
 
 def pages_per_head(counts: Tensor, page_tokens: int) -> Tensor:
@@ -245,9 +251,7 @@ def pages_per_head(counts: Tensor, page_tokens: int) -> Tensor:
     return (counts + page_tokens - 1) // page_tokens
 
 
-def page_bound(kept_per_head: int, tail_tokens: int, heads: int, page_tokens: int) -> int:
-    """The most head pages a slot can hold: ``heads * kept_per_head`` kept token-heads however they are spread over
-    the ``heads = L * H``, and a tail of ``tail_tokens``. Known before any score is, so that a slot can be reserved
-    all-or-nothing."""
-    kept = (heads * kept_per_head + heads * (page_tokens - 1)) // page_tokens
-    return kept + heads * -(-tail_tokens // page_tokens)
+def page_bound(kept_per_head: int, heads: int, page_tokens: int) -> int:
+    """The most head pages that ``heads * kept_per_head`` kept token-heads can take, however they are spread over the
+    ``heads = L * H``. Known before any score is, so that a slot can be reserved all-or-nothing."""
+    return (heads * kept_per_head + heads * (page_tokens - 1)) // page_tokens

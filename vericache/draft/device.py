@@ -45,7 +45,7 @@ class Buffers:
     """What kernels and captured graphs read, at addresses that never change."""
 
     def __init__(self, tables: ArenaTables, rows: int, tokens: int) -> None:
-        device = tables.pool.device
+        device = tables.table.device
         layers, heads = tables.counts.shape[1:]
 
         def ints(*shape: int, fill: int = 0) -> Tensor:
@@ -64,7 +64,7 @@ class DeviceRuntime(DraftRuntime):
         assert arena.tables is not None
         self.tables = arena.tables
         self.buffers = Buffers(self.tables, max_rows, max_tokens)
-        shape, device = arena.shape, self.tables.pool.device
+        shape, device = arena.shape, self.tables.table.device
         programs = CPU_PROGRAMS
         if device.type == "cuda":
             processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -95,7 +95,7 @@ class DeviceRuntime(DraftRuntime):
         self._longest = longest
         self._writes, self._drafts = any(rows), any(r is not None and r.draft for r in rows)
         self.observed, self._begun = observed, True
-        self._resolve(to_device(torch.from_numpy(table), self.tables.pool.device), batch)
+        self._resolve(to_device(torch.from_numpy(table), self.tables.table.device), batch)
 
     def _begin_dummy(self, metadata: Any) -> None:
         """A batch of no request: a warm-up, or the capture of a graph, which must contain all kernels."""
@@ -103,7 +103,7 @@ class DeviceRuntime(DraftRuntime):
         self._longest = None
         slots = metadata.slot_mapping  # stands for positions too: no row reads them
         batch = DeviceBatch(0, metadata.query_start_loc, slots, metadata.seq_lens, slots, [])
-        self._resolve(torch.full((3, 1), -1, dtype=torch.int32, device=self.tables.pool.device), batch)
+        self._resolve(torch.full((3, 1), -1, dtype=torch.int32, device=self.tables.table.device), batch)
 
     def _resolve(self, rows: Tensor, batch: DeviceBatch) -> None:
         buffers = self.buffers

@@ -16,10 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vericache.draft.formats import PageFormat
 from vericache.draft.tables import ArenaTables
+from vericache.draft.triton_unpack import kivi_tiles, plain_tiles, turbo_tiles
 
 RESERVED = 16  # places left free for copies
 TILE_ELEMENTS = 8192  # of keys that a program holds at a time; pages that are smaller are read several at once
+TAIL_TILE = 16  # tokens behind packed pages: few, and what is read at once takes memory that other programs need
+WARPS, STAGES = 4, 3
 SHARE_TILES = 4  # a program's least share
 
 
@@ -46,6 +50,11 @@ def tile_tokens(page_tokens: int, head_dim: int) -> int:
     return max(page_tokens, TILE_ELEMENTS // head_dim)
 
 
+def packed_tile(pages: PageFormat) -> int:
+    """The same where pages are packed: of one page, and twice as many."""
+    return min(pages.page_tokens, 2 * TILE_ELEMENTS // pages.head_dim)
+
+
 def grid_programs(page_tokens: int, head_dim: int, processors: int) -> int:
     """How many programs share a layer's pages: as many as fit on the GPU at once, less ``RESERVED``.
 
@@ -69,8 +78,9 @@ def segment_starts(tables: ArenaTables, row_slot: Tensor, tail_len: Tensor, out:
     if out is None:
         out = torch.empty(layers, segments + 1, dtype=torch.int32, device=row_slot.device)
     _starts[(layers,)](
-        tables.counts, row_slot, tail_len, out, segments, tables.counts.stride(0), out.stride(0),
-        page_size=tables.page_tokens, heads=heads, block=1024, num_warps=4,
+        tables.counts, tables.folded, row_slot, tail_len, out, segments, tables.counts.stride(0), out.stride(0),
+        page_size=tables.format.page_tokens, tail_size=tables.format.tail_page_tokens, heads=heads, block=1024,
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -98,22 +108,23 @@ def attend_arena(
     _, query_heads, dim = query.shape
     heads = tables.table.shape[2]
     group = query_heads // heads
-    page_tokens = tables.page_tokens
+    pages, data = tables.format, tables.pool.data
     segments = len(row_slot) * heads
     table, counts = tables.table[:, layer], tables.counts[:, layer]
     first = starts[layer]
-    tile = tile_tokens(page_tokens, dim)
+    tile = packed_tile(pages) if pages.packed else tile_tokens(pages.page_tokens, dim)
     sizes = {
-        "least": max(1, scratch.share_tiles * tile // page_tokens), "heads": heads, "group": group,
+        "least": max(1, scratch.share_tiles * tile // pages.page_tokens), "heads": heads, "group": group,
         "group_pad": max(16, triton.next_power_of_2(group)), "dim": dim,
     }  # fmt: skip
     _walk[(scratch.acc.shape[0],)](
-        query, output, tables.pool, table, counts, row_slot, tail_len, row_token, first, scratch.acc, scratch.stats,
+        query, output, data, tables.pool.bytes, table, tables.folded, counts, row_slot, tail_len, row_token, first,
+        scratch.acc, scratch.stats, tables.turn, tables.back,
         scale * 1.4426950408889634,  # exp2 is the hardware's exponential
-        segments, *query.stride()[:2], *output.stride()[:2], *table.stride()[:2], counts.stride(0),
-        *tables.pool.stride()[:3],
-        page_size=page_tokens, tile=tile,
-        segments_pad=triton.next_power_of_2(segments), **sizes, num_warps=4, num_stages=3,
+        segments, *query.stride()[:2], *output.stride()[:2], *table.stride()[:2], counts.stride(0), *data.stride()[:3],
+        pages.page_bytes, pages.step, kind=pages.kind, bits=pages.bits, page_size=pages.page_tokens, tile=tile,
+        tail_size=pages.tail_page_tokens, tail_tile=max(TAIL_TILE, pages.tail_page_tokens),
+        segments_pad=triton.next_power_of_2(segments), **sizes, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     _merge[(segments,)](
         output, row_token, first, scratch.acc, scratch.stats, segments, scratch.acc.shape[0], *output.stride()[:2],
@@ -123,8 +134,8 @@ def attend_arena(
 
 @triton.jit
 def _starts(  # type: ignore[no-untyped-def]
-    counts, row_slot, tail_len, starts, segments, c_slot, s_layer,
-    page_size: tl.constexpr, heads: tl.constexpr, block: tl.constexpr,
+    counts, folded, row_slot, tail_len, starts, segments, c_slot, s_layer,
+    page_size: tl.constexpr, tail_size: tl.constexpr, heads: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """One layer: running total of the segments' pages."""
     layer = tl.program_id(0)
@@ -136,7 +147,8 @@ def _starts(  # type: ignore[no-untyped-def]
         drafts = exists & (slot >= 0)
         kept = tl.load(counts + slot * c_slot + layer * heads + head, mask=drafts, other=0)
         tail = tl.load(tail_len + row, mask=drafts, other=0)
-        pages = (kept + page_size - 1) // page_size + (tail + page_size - 1) // page_size
+        packed = tl.load(folded + slot, mask=drafts, other=0)
+        pages = (kept + page_size - 1) // page_size + packed + (tail + tail_size - 1) // tail_size
         tl.store(starts + layer * s_layer + index, total + tl.cumsum(pages, 0) - pages, mask=exists)
         total += tl.sum(pages, 0)
     tl.store(starts + layer * s_layer + segments, total)
@@ -144,10 +156,11 @@ def _starts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    query, output, pool, table, counts, row_slot, tail_len, row_token, starts, part_acc, part_stats,
-    scale_log2, segments, q_row, q_head, o_row, o_head, t_slot, t_head, c_slot, p_page, p_kv, p_token,
-    page_size: tl.constexpr, tile: tl.constexpr, segments_pad: tl.constexpr, least: tl.constexpr, heads: tl.constexpr,
-    group: tl.constexpr, group_pad: tl.constexpr, dim: tl.constexpr,
+    query, output, pool, content, table, folded, counts, row_slot, tail_len, row_token, starts, part_acc, part_stats,
+    turn, back, scale_log2, segments, q_row, q_head, o_row, o_head, t_slot, t_head, c_slot, p_page, p_kv, p_token,
+    page_bytes, step, kind: tl.constexpr, bits: tl.constexpr, page_size: tl.constexpr, tile: tl.constexpr,
+    tail_size: tl.constexpr, tail_tile: tl.constexpr, segments_pad: tl.constexpr, least: tl.constexpr,
+    heads: tl.constexpr, group: tl.constexpr, group_pad: tl.constexpr, dim: tl.constexpr,
 ):  # fmt: skip
     """One program's share of the layer's pages."""
     program = tl.program_id(0)
@@ -158,7 +171,7 @@ def _walk(  # type: ignore[no-untyped-def]
     ids = tl.arange(0, segments_pad)
     firsts = tl.load(starts + ids, mask=ids < segments, other=2147483647)
     segment = tl.sum((firsts <= share_lo).to(tl.int32)) - 1  # of equal ones the last: the others are empty
-    g, d, token = tl.arange(0, group_pad), tl.arange(0, dim), tl.arange(0, tile)
+    g, d = tl.arange(0, group_pad), tl.arange(0, dim)
     here = share_lo
     while here < share_hi:
         lo, hi = tl.load(starts + segment), tl.load(starts + segment + 1)
@@ -175,28 +188,30 @@ def _walk(  # type: ignore[no-untyped-def]
             mass = tl.zeros([group_pad], tl.float32)
             acc = tl.zeros([group_pad, dim], tl.float32)
             pages = table + slot * t_slot + head * t_head
-            last = stop - lo
-            for base in range(here - lo, last, tile // page_size):
-                if tile == page_size:
-                    index = base
-                    page = tl.load(pages + index).to(tl.int64)
-                    inside = token
-                else:  # several small pages at once
-                    index = base + token // page_size
-                    page = tl.load(pages + index, mask=index < last, other=0).to(tl.int64)
-                    inside = token % page_size
-                left = tl.where(index < kept_pages, kept - index * page_size, tail - (index - kept_pages) * page_size)
-                valid = (inside < left) & (index < last)
-                at = pool + (page * p_page + inside * p_token)[:, None] + d[None, :]
-                keys = tl.load(at, mask=valid[:, None], other=0.0)
-                logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
-                logits = tl.where(valid[None, :], logits, float("-inf"))
-                top = tl.maximum(peak, tl.max(logits, 1))
-                fade, weights = tl.exp2(peak - top), tl.exp2(logits - top[:, None])
-                values = tl.load(at + p_kv, mask=valid[:, None], other=0.0)
-                mass = mass * fade + tl.sum(weights, 1)
-                acc = acc * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-                peak = top
+            first, last = here - lo, stop - lo
+            if kind == 0:
+                peak, mass, acc = plain_tiles(
+                    q, peak, mass, acc, pool, pages, first, last, kept_pages, kept, tail, scale_log2, p_page, p_kv,
+                    p_token, page_size, tile, 3, dim,
+                )  # fmt: skip
+            else:
+                packed = kept_pages + tl.load(folded + slot)
+                end = tl.minimum(last, packed)
+                if first < end:
+                    if kind == 1:
+                        peak, mass, acc = turbo_tiles(
+                            q, peak, mass, acc, content, pages, first, end, kept_pages, kept, scale_log2, turn, back,
+                            page_bytes, step, bits, page_size, tile, dim,
+                        )  # fmt: skip
+                    else:
+                        peak, mass, acc = kivi_tiles(
+                            q, peak, mass, acc, content, pages, first, end, kept_pages, kept, scale_log2, page_bytes,
+                            bits, page_size, tile, dim,
+                        )  # fmt: skip
+                peak, mass, acc = plain_tiles(
+                    q, peak, mass, acc, pool, pages, tl.maximum(first, packed), last, packed, 0, tail, scale_log2,
+                    p_page, p_kv, p_token, tail_size, tail_tile, 1, dim,
+                )  # fmt: skip
             if (here == lo) & (stop == hi):
                 o_at = output + at_token * o_row + (head * group + g)[:, None] * o_head + d[None, :]
                 tl.store(o_at, (acc / mass[:, None]).to(output.dtype.element_ty), mask=(g < group)[:, None])

@@ -51,9 +51,9 @@ def write_tails(
     heads, dim = key.shape[1:]
     table, counts = tables.table[:, layer], tables.counts[:, layer]
     _write[(len(token_slot), heads)](
-        key, value, tables.pool, table, counts, token_slot, tail_index, *key.stride()[:2], *value.stride()[:2],
-        *table.stride()[:2], counts.stride(0), *tables.pool.stride()[:3], page_size=tables.page_tokens, dim=dim,
-        num_warps=1,
+        key, value, tables.pool.data, table, tables.folded, counts, token_slot, tail_index, *key.stride()[:2],
+        *value.stride()[:2], *table.stride()[:2], counts.stride(0), *tables.pool.data.stride()[:3],
+        page_size=tables.format.page_tokens, tail_size=tables.format.tail_page_tokens, dim=dim, num_warps=1,
     )  # fmt: skip
 
 
@@ -127,18 +127,18 @@ def _resolve(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    key, value, pool, table, counts, token_slot, tail_index, k_token, k_head, v_token, v_head, t_slot, t_head, c_slot,
-    p_page, p_kv, p_token, page_size: tl.constexpr, dim: tl.constexpr,
+    key, value, pool, table, folded, counts, token_slot, tail_index, k_token, k_head, v_token, v_head, t_slot, t_head,
+    c_slot, p_page, p_kv, p_token, page_size: tl.constexpr, tail_size: tl.constexpr, dim: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(token_slot + token).to(tl.int64)
     if slot >= 0:
         index = tl.load(tail_index + token)
         kept = tl.load(counts + slot * c_slot + head)
-        entry = (kept + page_size - 1) // page_size + index // page_size
+        entry = (kept + page_size - 1) // page_size + tl.load(folded + slot) + index // tail_size
         page = tl.load(table + slot * t_slot + head * t_head + entry).to(tl.int64)
         d = tl.arange(0, dim)
-        at = pool + page * p_page + (index % page_size) * p_token + d
+        at = pool + page * p_page + (index % tail_size) * p_token + d
         tl.store(at, tl.load(key + token * k_token + head * k_head + d))
         tl.store(at + p_kv, tl.load(value + token * v_token + head * v_head + d))
 

@@ -29,6 +29,7 @@ from vericache.engine.plan import Bounds, Draft, StepPlan, Verify
 from vericache.engine.prestore import Prestore
 from vericache.engine.reservations import Reservations
 from vericache.engine.settings import MemoryPlan
+from vericache.engine.tails import TailSizes
 from vericache.errors import RequestError
 from vericache.request_options import RequestSettings
 
@@ -50,10 +51,11 @@ class Coordinator:
         self.plan, self.blocks, self.bounds, self.texts = plan, blocks, bounds, texts
         self.grammars = grammars
         self.records: dict[str, Detached] = {}
-        self.reserved = Reservations(plan, blocks, bounds.seats, settings.page_tokens)
+        self.reserved = Reservations(plan, blocks, bounds.seats)
         self.prestore = Prestore(plan, blocks, self.reserved)
         self.stats = EngineStats()
         self._past: dict[str, Detached] = {}  # records of requests that became plain rows again
+        self._folds: list[tuple[int, int]] = []  # (slot, strips) for the next step
         self._emptied: list[int] = []  # slots whose pages the workers can free
         self._ended: list[str] = []
         self._forgotten: list[str] = []
@@ -67,10 +69,11 @@ class Coordinator:
         self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
         policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
+        self.reserved.tails = TailSizes.of(self.plan.page_format, settings.recent, settings.window)
         self.demotion = Demotion(self.plan, self.blocks, self.bounds, self.texts, settings.verify_tokens)
         self._needs = RoundNeeds(
             self.records, self.planner, self.plan, self.blocks, self.bounds, self.throughput, self._wished_length,
-            settings.tail_tokens,
+            settings.tail_tokens, self.reserved.tails,
         )  # fmt: skip
 
     # -- leaving the device ----------------------------------------------------------------------------
@@ -157,8 +160,8 @@ class Coordinator:
 
     def step(self, running: Iterable[Request], head_blocks: int) -> StepPlan:
         """Decide one iteration. ``head_blocks``: blocks the first waiting request needs to be admitted."""
-        out = StepPlan(drops=self._emptied, ended=self._ended, forget=self._forgotten)
-        self._emptied, self._ended, self._forgotten = [], [], []
+        out = StepPlan(folds=self._folds, drops=self._emptied, ended=self._ended, forget=self._forgotten)
+        self._folds, self._emptied, self._ended, self._forgotten = [], [], [], []
         for record in list(self.records.values()):
             state = self.planner.tracks[record.request_id].state
             if state is State.DEMOTING and not record.settling:
@@ -300,6 +303,7 @@ class Coordinator:
                 self.abandon(record, "write_back_failed")
             elif self._needs.tail_lasts(record) or self._extend_tail(record):
                 self.reserved.give_blocks(record)
+                self._fold(record)
                 limit = self._needs.draft_limit(record.request_id)
                 self.planner.verified(record.request_id, record.context, limit)
             elif not self._compress_anew(record):
@@ -314,7 +318,7 @@ class Coordinator:
         record = self.records.get(request_id)
         if record is None or record in plan.settling:
             return None
-        if not record.settling and not record.base:
+        if not record.settling and not record.filled_at:
             record.stored = 0
             return None
         self.abandon(record, "offload_failed")
@@ -329,10 +333,10 @@ class Coordinator:
         if not record.anew:
             record.blocks = self.blocks.detach(record.request) + record.blocks
         self.reserved.give_blocks(record)
-        record.base, record.anew, record.settling = record.context, False, False
-        record.probes, record.probes_sent = None, 0
+        record.filled_at = record.base = record.context
+        record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0
         tables = 4 * (head_pages + self.plan.layers * self.plan.kv_heads)  # int32 page ids and counts
-        record.compressed_bytes = head_pages * self.plan.page_bytes + tables
+        record.compressed_bytes = head_pages * self.plan.page_format.page_bytes + tables
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context)
 
@@ -340,8 +344,14 @@ class Coordinator:
         """Near its end a request gets a longer tail rather than a compression that pays for a few tokens."""
         left = self._needs.output_left(record)
         return left <= 2 * self.settings.window and self.reserved.extend_tail(
-            record, record.context - record.base + left + 1
+            record, record.context - record.filled_at + left + 1
         )
+
+    def _fold(self, record: Detached) -> None:
+        """Verified tokens leave the uncompressed tail for packed pages."""
+        if strips := self.reserved.tails.due(record.context - record.base):
+            record.base += strips * self.reserved.tails.page_tokens
+            self._folds.append((record.slot, strips))
 
     def _compress_anew(self, record: Detached) -> bool:
         """The tail is long: compress the whole context again while its full KV is on the device."""

@@ -16,11 +16,12 @@ class Detached:
     request: Request
     spec: MethodSpec
     slot: int
-    arena_units: int  # head pages reserved: the compressed context's bound and the tail's capacity
-    tail_capacity: int  # uncompressed tokens the reservation holds
+    arena_units: int  # head pages reserved: the compressed context's bound and ``tail_capacity``
+    tail_capacity: int  # tokens behind the compressed context that the reservation holds
     host_pages: list[int]
     stored: int = 0  # leading blocks that were copied to the host while the prompt was computed
-    base: int = 0  # context tokens when the slot was filled
+    filled_at: int = 0  # context tokens when the slot was filled
+    base: int = 0  # where the uncompressed tail begins: ``filled_at``, and what was folded since
     blocks: list[KVCacheBlock] = field(default_factory=list)  # device blocks held: transient pages, or scratch
     anew: bool = False  # being compressed again at a verify boundary: ``blocks`` hold the context
     probes: list[Probe] | None = None  # scoring rows; None until the context is complete

@@ -67,6 +67,8 @@ class KVWorker:
         for request_id in metadata.ended:
             if (ticket := self._loads.pop(request_id, None)) is not None:
                 self.copies.wait(ticket)
+        for slot, strips in metadata.folds:
+            self.arena.fold(slot, strips)
         for slot in metadata.drops:
             self.compression.drop(slot)
 

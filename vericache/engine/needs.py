@@ -13,6 +13,7 @@ from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
+from vericache.engine.tails import TailSizes
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class RoundNeeds:
     throughput: Throughput
     wished: Callable[[Detached], int]  # drafts a round of the request aims at (x)
     tail_tokens: int
+    tails: TailSizes
 
     def draft_length(self, request_id: str) -> int:
         return self.wished(self.records[request_id])
@@ -37,7 +39,8 @@ class RoundNeeds:
             0,
             min(
                 self.output_left(record) - 1,
-                record.tail_capacity - (record.context - record.base) - 1,
+                self.tails.room(record.context - record.base, record.context - record.filled_at, record.tail_capacity)
+                - 1,
                 len(record.host_pages) * self.plan.block_tokens - record.tokens,
                 self.planner.rings.window - 1,
             ),
@@ -55,7 +58,7 @@ class RoundNeeds:
 
     def tail_lasts(self, record: Detached) -> bool:
         """The tail can hold another whole round, or all output that is left."""
-        used = record.context - record.base
+        used = record.context - record.filled_at
         return used < self.tail_tokens or used + self.output_left(record) < record.tail_capacity
 
     def output_left(self, record: Detached) -> int:

@@ -113,8 +113,8 @@ def gauges(coordinator: "Coordinator") -> dict[str, dict[str, float]]:
         "vericache_page_ring_pages": max(rings.pages.cells),
         "vericache_host_store_bytes": (host.size - host.free) * plan.block_bytes,
         "vericache_host_store_capacity_bytes": host.size * plan.block_bytes,
-        "vericache_arena_bytes": arena.used * plan.page_bytes,
-        "vericache_arena_capacity_bytes": plan.arena_pages * plan.page_bytes,
+        "vericache_arena_bytes": arena.used * plan.page_format.page_bytes,
+        "vericache_arena_capacity_bytes": plan.arena_pages * plan.page_format.page_bytes,
     }
     return {"vericache_requests": dict(states), **{name: {"": value} for name, value in single.items()}}
 

@@ -98,12 +98,15 @@ class StepMetadata(KVConnectorMetadata):
     rows: tuple[Row, ...] = ()
     before: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
+    folds: tuple[tuple[int, int], ...] = ()  # (slot, strips of its tail to pack), before anything else
     ended: tuple[str, ...] = ()  # requests that left a round: a reload under way must land before its blocks are reused
 
     @property
     def needs_start(self) -> bool:
         """Something must happen before the forward pass."""
-        return bool(self.drops or self.ended or self.before or any(isinstance(r, VerifyRow) for r in self.rows))
+        return bool(
+            self.folds or self.drops or self.ended or self.before or any(isinstance(r, VerifyRow) for r in self.rows)
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressors import CachedKeys
-from vericache.draft.arena import LayerSource, Source
+from vericache.draft.source import LayerSource, Source
 
 
 class PageLayout(ABC):

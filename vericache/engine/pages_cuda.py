@@ -60,13 +60,16 @@ class PagedSource:
     pointers: Tensor
     blocks: Tensor
 
-    def fill(self, pool: Tensor, kept: Kept, need: Tensor, pages: Tensor) -> None:
-        device = pool.device
-        counts, need = to_device(torch.stack([kept.counts.flatten(), need.flatten()]), device)
-        place = torch.repeat_interleave(torch.arange(len(need), device=device), need, output_size=len(pages))
-        rank = torch.arange(len(pages), device=device) - (need.cumsum(0) - need)[place]
-        done = rank * pool.shape[2]  # tokens in the head's pages before
-        first = (counts.cumsum(0) - counts)[place] + done
-        length = (counts[place] - done).clamp(max=pool.shape[2])
-        table = torch.stack([to_device(pages, device), place.int(), first.int(), length.int()])
-        fill_pages(pool, table, kept.positions, self.caches, self.pointers, self.blocks)
+    def fill(self, pages: Tensor, ids: Tensor, kept: Kept, need: Tensor, layers: range) -> None:
+        device, heads, size = pages.device, need.shape[1], pages.shape[2]
+        mine = slice(layers.start * heads, layers.stop * heads)
+        counts = kept.counts.flatten()
+        table = torch.stack([counts[mine], need.flatten()[mine], (counts.cumsum(0) - counts)[mine]])
+        counts, need, before = to_device(table, device)
+        head = torch.repeat_interleave(torch.arange(len(need), device=device), need, output_size=len(ids))
+        rank = torch.arange(len(ids), device=device) - (need.cumsum(0) - need)[head]
+        done = rank * size  # tokens in the head's pages before
+        length = (counts[head] - done).clamp(max=size)
+        place = head + mine.start
+        table = torch.stack([to_device(ids, device), place.int(), (before[head] + done).int(), length.int()])
+        fill_pages(pages, table, kept.positions, self.caches, self.pointers, self.blocks)

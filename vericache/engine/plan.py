@@ -57,6 +57,7 @@ class StepPlan:
     verifies: list[Verify] = field(default_factory=list)
     probes: list[Probing] = field(default_factory=list)
     settling: list[Detached] = field(default_factory=list)  # compressions issued in this step
+    folds: list[tuple[int, int]] = field(default_factory=list)  # (arena slot, strips of its tail to pack)
     drops: list[int] = field(default_factory=list)  # arena slots to empty
     ended: list[str] = field(default_factory=list)  # requests that ended, or became plain rows, since the last step
     before: list[Op] = field(default_factory=list)

@@ -16,6 +16,7 @@ from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
 from vericache.engine.ledger import CountPool, Fence, IdPool
 from vericache.engine.settings import MemoryPlan
+from vericache.engine.tails import TailSizes
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,15 @@ class Want:
 
 
 class Reservations:
-    """The pools. ``page_tokens`` is the size of a head page of the arena."""
+    """The pools."""
 
-    def __init__(self, plan: MemoryPlan, blocks: DeviceBlocks, seats: int, page_tokens: int) -> None:
+    def __init__(self, plan: MemoryPlan, blocks: DeviceBlocks, seats: int) -> None:
         self.plan, self.blocks = plan, blocks
+        self.tails: TailSizes  # set, and changed, while nothing is reserved
         self.slots = IdPool(seats)
         self.arena = CountPool(plan.arena_pages)
         self.host = IdPool(plan.host_pages)
         self.fence = Fence()
-        self._page_tokens = page_tokens
         self._heads = plan.layers * plan.kv_heads
 
     @property
@@ -45,10 +46,10 @@ class Reservations:
         return not self.arena.used and self.host.free == self.host.size
 
     def want(self, request: Request, spec: MethodSpec, tail: int, window: int, own: Sequence[int] = ()) -> Want:
-        """Of a request with an uncompressed tail of ``tail`` tokens that has its ``own`` host pages already."""
+        """Of a request with ``tail`` tokens behind its compressed context that has its ``own`` host pages already."""
         context = request.num_tokens
         pages = max(0, self.plan.blocks_for(context + window) - len(own))
-        return Want(self._units(spec, context, tail), pages, self._scratch(spec, context))
+        return Want(self.units(spec, context, tail), pages, self._scratch(spec, context))
 
     def fits(self, wants: Sequence[Want]) -> bool:
         """There is enough for all of them."""
@@ -100,8 +101,8 @@ class Reservations:
             missing -= 1
 
     def extend_tail(self, record: Detached, capacity: int) -> bool:
-        """Room for ``capacity`` tail tokens; False and nothing taken when the arena is full."""
-        more = self._heads * max(0, self._strips(capacity) - self._strips(record.tail_capacity))
+        """Room for ``capacity`` tokens behind the context; False and nothing taken when the arena is full."""
+        more = self._heads * max(0, self.tails.strips(capacity) - self.tails.strips(record.tail_capacity))
         if not self.arena.take(more):
             return False
         record.arena_units += more
@@ -116,21 +117,19 @@ class Reservations:
         if scratch is None:
             return False
         record.blocks = record.blocks + scratch
-        more = max(0, self._units(spec, record.context, record.tail_capacity) - record.arena_units)
+        more = max(0, self.units(spec, record.context, record.tail_capacity) - record.arena_units)
         if self.arena.take(more):
             record.arena_units += more
         else:
-            kept = kept_count(record.spec.ratio, record.base, spec.sinks, spec.recent)
+            kept = kept_count(record.spec.ratio, record.filled_at, spec.sinks, spec.recent)
             spec = replace(spec, ratio=kept / record.context)
         record.spec = spec
         return True
 
-    def _strips(self, tail: int) -> int:
-        return -(-tail // self._page_tokens)
-
-    def _units(self, spec: MethodSpec, context: int, tail: int) -> int:
+    def units(self, spec: MethodSpec, context: int, tail: int) -> int:
+        """The most head pages of a slot: a compressed context and ``tail`` tokens behind it."""
         kept = kept_count(spec.ratio, context, spec.sinks, spec.recent)
-        return page_bound(kept, tail, self._heads, self._page_tokens)
+        return page_bound(kept, self._heads, self.tails.page_tokens) + self._heads * self.tails.strips(tail)
 
     def _scratch(self, spec: MethodSpec, context: int) -> int:
         """Blocks behind the context for the K/V of appending scoring rows."""

@@ -183,7 +183,7 @@ class VeriCacheScheduler(AsyncScheduler):
             rows.add_new_row(scheduler_output, row.row_id, probe.tokens, probe.start, row.blocks, _PROBE_PARAMS, count)
         typed = (*(d.row for d in plan.drafts), *(v.row for v in plan.verifies), *(p.row for p in plan.probes))
         metadata = StepMetadata(
-            tuple(plan.drops), typed, tuple(plan.before), tuple(plan.after), ended=tuple(plan.ended)
+            tuple(plan.drops), typed, tuple(plan.before), tuple(plan.after), tuple(plan.folds), tuple(plan.ended)
         )
         connector.stage(metadata)
         # Operations before the forward pass feed it (vLLM would otherwise start them after the launch).

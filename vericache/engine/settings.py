@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from vericache.config import VeriCacheConfig
+from vericache.draft.formats import PageFormat, page_format
 from vericache.errors import ConfigError, UnsupportedError
 
 
@@ -24,7 +25,7 @@ class MemoryPlan:
     block_tokens: int
     block_bytes: int  # one block of every layer
     num_blocks: int
-    page_bytes: int  # one head page of the arena
+    page_format: PageFormat  # of the arena's head pages
     arena_pages: int
     host_pages: int
 
@@ -41,7 +42,7 @@ class MemoryPlan:
             )
         layers = len(groups[0].layer_names)
         block_bytes = layers * spec.page_size_bytes
-        page_bytes = 2 * settings.page_tokens * spec.head_size * spec.dtype.itemsize
+        pages = page_format(settings.page_format, settings.page_tokens, spec.head_size, spec.dtype)
         fraction = settings.arena_fraction
         arena_bytes = kv_cache_config.num_blocks * block_bytes * fraction / (1 - fraction)
         host_pages = int(settings.host_memory_gib * 2**30) // block_bytes
@@ -56,8 +57,8 @@ class MemoryPlan:
             spec.block_size,
             block_bytes,
             kv_cache_config.num_blocks,
-            page_bytes,
-            math.floor(arena_bytes) // page_bytes,
+            pages,
+            math.floor(arena_bytes) // pages.page_bytes,
             host_pages,
         )
 

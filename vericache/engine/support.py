@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vericache.config import VeriCacheConfig
+from vericache.draft.formats import PageFormat
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
 from vericache.errors import ConfigError, UnsupportedError
@@ -73,15 +74,24 @@ def _has_windows(config: Any) -> bool:
     return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
-def check_kernels(head_size: int, page_tokens: int) -> None:
-    """The GPU kernels hold whole heads and pages in blocks whose sides are powers of two. Raises UnsupportedError or
-    ConfigError."""
+def check_kernels(pages: PageFormat) -> None:
+    """The GPU kernels hold whole heads and pages in blocks whose sides are powers of two, and multiply packed parts of
+    at least 16 tokens or dimensions. Raises UnsupportedError or ConfigError."""
+    head_size, tokens = pages.head_dim, pages.page_tokens
     if head_size & (head_size - 1):
         raise UnsupportedError(
             f"the model's head size is {head_size}, the kernels that draft on a GPU take powers of two; use plain vLLM"
         )
-    if page_tokens & (page_tokens - 1):
-        raise ConfigError(f"page_tokens is {page_tokens}, on a GPU it must be a power of two; set it to 32, 64 or 128")
+    if tokens & (tokens - 1) or (pages.packed and tokens < 16):
+        raise ConfigError(
+            f"page_tokens is {tokens}, on a GPU it must be a power of two, and at least 16 where pages are packed; "
+            f"set it to 32, 64 or 128"
+        )
+    if pages.packed and head_size * (2 if pages.bits == 3 else pages.bits) < 128:
+        raise ConfigError(
+            f"page_format packs heads of size {head_size} into {pages.bits} bits, the kernels that draft on a GPU take "
+            f"such pages from head size {64 if pages.bits < 4 else 32} on; set page_format to plain"
+        )
 
 
 def check_pool(settings: VeriCacheConfig, plan: MemoryPlan, bounds: Bounds) -> None:

@@ -55,13 +55,13 @@ class DraftWorker(ABC):
         backend.attach(layers, runtime)
 
     def _runtime(self, shape: Shape, plan: MemoryPlan, cache: Tensor) -> DraftRuntime:
-        settings, scheduler = settings_of(self.vllm_config), self.vllm_config.scheduler_config
-        arena = DraftArena(shape, plan.arena_pages, settings.page_tokens, cache.dtype, cache.device)
+        scheduler = self.vllm_config.scheduler_config
+        arena = DraftArena(shape, plan.arena_pages, plan.page_format, cache.device)
         if not self.use_v2_model_runner:
             return HostRuntime(arena)
         from vericache.draft.device import DeviceRuntime  # Triton, which vLLM may have disabled
 
-        check_kernels(shape.head_dim, settings.page_tokens)
+        check_kernels(plan.page_format)
         arena.with_tables(scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len)
         return DeviceRuntime(arena, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 

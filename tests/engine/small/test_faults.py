@@ -6,12 +6,10 @@ import pytest
 from vllm import SamplingParams
 
 from benchmarks.engine import summaries, tokens
-from compressors.budget import kept_count
 from compressors.kvzip import KVzip
 from tests.engine.conftest import OUTPUT_TOKENS
 from tests.engine.harness import Harness
 from tests.faults import BrokenError, failing_copies
-from vericache.draft.arena import page_bound
 from vericache.store.transfer import Direction
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -112,11 +110,9 @@ def test_full_arena(engine: Harness, texts: dict[str, list[int]], stock: dict[st
     """Room for one request: the second is resident until the first has finished, or to its end."""
     arena = engine.coordinator.reserved.arena
     engine.configure()
-    settings, plan = engine.coordinator.settings, engine.coordinator.plan
+    settings = engine.coordinator.settings
     longest = max(len(texts[n]) for n in NAMES) + 1
-    kept = kept_count(settings.ratio, longest, settings.sinks, settings.recent)
-    tail = OUTPUT_TOKENS + settings.window
-    one_request = page_bound(kept, tail, plan.layers * plan.kv_heads, settings.page_tokens)
+    one_request = engine.coordinator.reserved.units(settings.method, longest, OUTPUT_TOKENS + settings.window)
     hostage = arena.free - one_request - one_request // 2
     assert arena.take(hostage)
     reports = check(engine, texts, stock)
@@ -150,8 +146,7 @@ def test_tight_pool_and_full_arena(
     settings, plan = engine.coordinator.settings, engine.coordinator.plan
     names = list(texts)[:4] * 2
     longest = max(len(texts[n]) for n in names) + 1
-    kept = kept_count(settings.ratio, longest, settings.sinks, settings.recent)
-    one = page_bound(kept, OUTPUT_TOKENS + settings.window, plan.layers * plan.kv_heads, settings.page_tokens)
+    one = engine.coordinator.reserved.units(settings.method, longest, OUTPUT_TOKENS + settings.window)
     arena, blocks = engine.coordinator.reserved.arena, engine.coordinator.blocks
     taken = arena.free - 2 * one - one // 4
     assert arena.take(taken)

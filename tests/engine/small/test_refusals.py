@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -13,6 +14,7 @@ from benchmarks.engine import tokens
 from tests.engine.harness import Harness
 from vericache.config import VeriCacheConfig, load
 from vericache.draft import backend, backend_cpu
+from vericache.draft.formats import Plain, page_format
 from vericache.engine.eligibility import resident_reason
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
@@ -54,6 +56,8 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "latent attention",
     ),
 }  # fmt: skip
+
+PAGES = Plain(1, 1, torch.float16)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,24 +141,29 @@ def test_memory_too_small_for_one_request(changes: dict[str, int], why: str) -> 
     """A pool too small for one full KV is refused at start: no request could ever be verified."""
     sizes = {"num_blocks": 33, "host_pages": 32, "arena_pages": 1000} | changes
     step_tokens = sizes.pop("step_tokens", 1024)
-    plan = MemoryPlan(layers=2, kv_heads=2, block_tokens=32, block_bytes=1, page_bytes=1, **sizes)
+    plan = MemoryPlan(layers=2, kv_heads=2, block_tokens=32, block_bytes=1, page_format=PAGES, **sizes)
     bounds = Bounds(max_model_len=1024, seats=8, step_tokens=step_tokens, depth=1, scoring_rows=8, own_rows=False)
     with pytest.raises(ConfigError, match=why):
         check_pool(VeriCacheConfig(), plan, bounds)
-    check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, 1, 1000, 32), Bounds(1024, 8, 1024, 1, 8, False))
+    check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, PAGES, 1000, 32), Bounds(1024, 8, 1024, 1, 8, False))
 
 
 def test_what_the_gpu_kernels_cannot_hold() -> None:
     with pytest.raises(UnsupportedError, match="head size is 80"):
-        check_kernels(80, 32)
+        check_kernels(Plain(32, 80, torch.float16))
     with pytest.raises(ConfigError, match="page_tokens is 24"):
-        check_kernels(128, 24)
-    check_kernels(64, 16)
+        check_kernels(Plain(24, 128, torch.float16))
+    check_kernels(Plain(8, 64, torch.float16))
+    with pytest.raises(ConfigError, match="page_tokens is 8"):
+        check_kernels(page_format("turboquant4", 8, 64, torch.float16))
+    with pytest.raises(ConfigError, match="heads of size 32 into 2 bits"):
+        check_kernels(page_format("turboquant2", 32, 32, torch.float16))
+    check_kernels(page_format("turboquant3", 16, 64, torch.float16))
 
 
 def test_no_row_left_for_requests() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs is 1"):
-        check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, 1, 1000, 32), Bounds(1024, 0, 1024, 1, 1, True))
+        check_pool(VeriCacheConfig(), MemoryPlan(2, 2, 32, 1, 33, PAGES, 1000, 32), Bounds(1024, 0, 1024, 1, 1, True))
 
 
 @pytest.mark.parametrize("name", ["scheduler_cls", "worker_cls", "kv_transfer_config"])

@@ -63,8 +63,28 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_folder.save(tmp_path_factory.mktemp("tiny"), 64 if GPU else 32)
 
 
+class Started:
+    """One engine at a time; a module with other ``SETTINGS`` gets a new one."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, object] = {}
+        self.engine: V2Engine | None = None  # type: ignore[name-defined]  # noqa: F821
+
+    def close(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.close()
+
+
 @pytest.fixture(scope="session")
-def one_step_engine(tiny_model: Path) -> Iterator["V2Engine"]:  # type: ignore[name-defined]  # noqa: F821
+def _started() -> Iterator[Started]:
+    started = Started()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def one_step_engine(request: pytest.FixtureRequest, tiny_model: Path, _started: Started) -> "V2Engine":  # type: ignore[name-defined]  # noqa: F821
     from tests.interpreted.engine.v2_engine import V2Engine
 
     if not GPU:
@@ -73,9 +93,11 @@ def one_step_engine(tiny_model: Path) -> Iterator["V2Engine"]:  # type: ignore[n
         from vllm.v1.worker.gpu.sample import sampler, states
 
         sampler.apply_top_k_top_p = states.apply_top_k_top_p = apply_top_k_top_p_pytorch
-    found = V2Engine(tiny_model, GPU_ENGINE if GPU else CPU_ENGINE, SETTINGS)
-    yield found
-    found.close()
+    settings = {**SETTINGS, **getattr(request.module, "SETTINGS", {})}
+    if _started.engine is None or _started.settings != settings:
+        _started.close()
+        _started.engine, _started.settings = V2Engine(tiny_model, GPU_ENGINE if GPU else CPU_ENGINE, settings), settings
+    return _started.engine
 
 
 @pytest.fixture

@@ -1,0 +1,102 @@
+"""Packed draft pages: the output is exact whatever they lose, and they lose what their format says."""
+
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+
+from benchmarks.engine import summaries, tokens
+from tests.engine.harness import ENGINE, Harness
+from tests.engine.packed.conftest import RECENT
+from tests.packings import kivi, turboquant
+from tests.reference import Reference, greedy
+from vericache.demo.worker import Job, run_in_process
+
+NAMES = ["continue_code", "continue_prose", "summarise", "write_tests"]
+PAGE = 32
+OUTPUT = 120  # enough for three folds
+GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Stock vLLM's greedy output."""
+    chosen = {n: texts[n] for n in NAMES}
+    return run_in_process(Job(str(folder), chosen, OUTPUT, ENGINE, ignore_eos=True)).tokens
+
+
+ORACLES = {
+    **{f"turboquant{bits}": turboquant(bits, PAGE, RECENT) for bits in (4, 3, 2)},
+    **{f"kivi{bits}": kivi(bits, PAGE, RECENT) for bits in (4, 2)},
+}
+
+
+@pytest.mark.parametrize(("compressor", "counts"), [("kvzip", "per_head"), ("streaming_llm", "uniform")])
+def test_rounds_equal_the_prediction(
+    engine: Harness,
+    reference: Reference,
+    texts: dict[str, list[int]],
+    page_format: str,
+    plain: dict[str, list[int]],
+    compressor: str,
+    counts: str,
+) -> None:
+    """Also those after verified tokens were folded."""
+    options = {"chunk": 100} if compressor == "kvzip" else {}
+    engine.configure(compressor=compressor, counts=counts, draft_length=12, compressor_options=options)
+    with engine.recorded_kept() as kept:
+        outputs = engine.generate([texts[n] for n in NAMES[:2]], GREEDY)
+    for name, output, report in zip(NAMES, outputs, summaries(outputs), strict=False):
+        ids = list(output.outputs[0].token_ids)
+        assert ids == plain[name]
+        selection, drafted = kept[output.request_id][0], report["drafted_per_round"]
+        predicted = reference.predict(texts[name], ids, selection, drafted, greedy, ORACLES[page_format])
+        assert report["accepted_per_round"] == predicted, name
+        assert report["compressed_fraction"] < 0.16
+
+
+def test_rows_of_all_kinds_beside_each_other(
+    engine: Harness, texts: dict[str, list[int]], plain: dict[str, list[int]]
+) -> None:
+    """Drafting, short and resident requests, greedy and sampled, two steps in flight; one is aborted after folds."""
+    engine.configure(compressor="streaming_llm", counts="uniform", draft_length=6)
+    sampled = SamplingParams(temperature=0.8, seed=5, max_tokens=OUTPUT, ignore_eos=True)
+    off = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, extra_args={"vericache_mode": "off"})
+    requests = [(texts[n], GREEDY) for n in NAMES]
+    requests += [(texts[NAMES[0]], sampled), (texts[NAMES[1]], off), (texts[NAMES[2]][:60], GREEDY)]
+    alone = engine.plain([p for p, _ in requests[4:]], [params for _, params in requests[4:]])
+    with engine.run_ahead():
+        for i, (prompt, params) in enumerate(requests):
+            engine.add(str(i), prompt, params)
+        engine.add("aborted", texts[NAMES[3]], GREEDY)
+        records = engine.coordinator.records
+        engine.run_until(lambda: any(r.base > r.filled_at > 0 for i, r in records.items() if i.startswith("aborted")))
+        engine.llm.llm_engine.abort_request(["aborted"])
+        done = engine.drain()
+    assert [list(done[str(i)].outputs[0].token_ids) for i in range(4)] == [plain[n] for n in NAMES]
+    assert [list(done[str(i)].outputs[0].token_ids) for i in range(4, 7)] == alone
+    modes = [done[str(i)].kv_transfer_params["vericache"]["mode"] for i in range(7)]
+    assert modes == ["draft"] * 5 + ["resident"] * 2
+
+
+def test_full_arena_and_long_outputs(engine: Harness, texts: dict[str, list[int]], plain: dict[str, list[int]]) -> None:
+    """Room for two: the others wait their turn or stay resident. The tail's reservation holds through folds, and where
+    it ends the context is compressed anew."""
+    engine.configure(
+        compressor="snapkv", counts="per_head", tail_tokens=48, draft_length=6, compressor_options={"window": 8}
+    )
+    reserved, settings = engine.coordinator.reserved, engine.coordinator.settings
+    longest = max(len(texts[n]) for n in NAMES) + 1
+    hostage = reserved.arena.free - 2 * reserved.units(settings.method, longest, 48 + settings.window)
+    assert reserved.arena.take(hostage)
+    with engine.recorded_kept() as kept:
+        outputs = engine.generate([texts[n] for n in NAMES], GREEDY)
+    reserved.arena.release(hostage)
+    assert tokens(outputs) == [plain[n] for n in NAMES]
+    assert any(s["mode"] == "draft" for s in summaries(outputs))
+    assert max(len(selections) for selections in kept.values()) >= 2, "no context was compressed anew"

@@ -1,0 +1,72 @@
+"""What packed page formats lose, written down a second time: the oracle of the formats and of every packed round."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from vericache.draft.formats import rotation
+
+STEPS = {4: 0.3352, 3: 0.5860, 2: 0.9957}  # between the best uniform levels of a normal distribution (Max 1960)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A packed page format, told independently: ``lose`` maps keys and values ``[n, D]`` of tokens that follow one
+    another in pages to what comes out of them. Behind the context, full pages are packed once ``keep`` follow."""
+
+    lose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    page_tokens: int
+    keep: int
+
+    def pack(self, full: DynamicCache, mask: Tensor) -> DynamicCache:
+        """The cache as it would be with everything packed: the kept tokens of each head one after the other, then what
+        follows the context."""
+        context = mask.shape[-1]
+        out = DynamicCache()
+        for layer, stored in enumerate(full.layers):
+            keys, values = stored.keys.clone(), stored.values.clone()
+            behind = torch.arange(context, keys.shape[2])
+            behind = behind[: len(behind) // self.page_tokens * self.page_tokens]
+            for head in range(keys.shape[1]):
+                for where in (mask[layer, head].nonzero()[:, 0], behind):
+                    if len(where):
+                        k, v = self.lose(keys[0, head, where], values[0, head, where])
+                        keys[0, head, where], values[0, head, where] = k, v
+            out.update(keys, values, layer)
+        return out
+
+    def exact_from(self, context: int, n: int) -> int:
+        """The first token that is not packed when ``n`` are verified."""
+        return context + max(0, n - context - self.keep) // self.page_tokens * self.page_tokens
+
+
+def turboquant(bits: int, page_tokens: int, keep: int) -> Packing:
+    def rounded(x: Tensor) -> Tensor:
+        matrix = rotation(x.shape[-1]).double()
+        y = x.double() @ matrix.T
+        scale = (y.pow(2).mean(-1, keepdim=True).sqrt().half().double() * STEPS[bits]).clamp(min=1e-30)
+        level = (torch.floor(y / scale) + 0.5).clamp(-(2 ** (bits - 1)) + 0.5, 2 ** (bits - 1) - 0.5)
+        return ((level * scale) @ matrix).float()
+
+    return Packing(lambda keys, values: (rounded(keys), rounded(values)), page_tokens, keep)
+
+
+def kivi(bits: int, page_tokens: int, keep: int) -> Packing:
+    """Pages are whole groups of 32 tokens."""
+
+    def rounded(group: Tensor) -> Tensor:
+        """Along the first dimension."""
+        low, high = group.amin(0), group.amax(0)
+        scale = ((high - low) / (2**bits - 1)).half().clamp(min=6e-8).float()
+        zero = low.half().float()
+        return ((group - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
+
+    def lose(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        keys = torch.cat([rounded(g) for g in keys.split(32)])
+        values = torch.cat([rounded(g.T).T for g in values.split(32, 1)], 1)
+        return keys, values
+
+    return Packing(lose, page_tokens, keep)
