@@ -6,6 +6,7 @@ once the oldest has waited for a whole window nobody overtakes it, so no request
 fits the rings at all.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -164,15 +165,16 @@ class Planner:
     def _admit(self, host: Host, limits: Limits) -> None:
         waiting = [t for t in self.tracks.values() if t.state is State.WAITING or self._ahead(t, host)]
         waiting.sort(key=lambda t: t.waiting_since)
-        refused: list[Demand] = []
+        refused: dict[int, list[Demand]] = defaultdict(list)  # by span: only such demands cover each other
         for track in waiting:
             limit = host.draft_limit(track.request_id)
             demand = host.demand(track.request_id, min(host.draft_length(track.request_id), limit))
-            demand = replace(demand, anchor=demand.anchor + demand.lag)
-            if self.policy.monotone and any(demand.covers(smaller) for smaller in refused):
+            if demand.lag:
+                demand = replace(demand, anchor=demand.anchor + demand.lag)
+            if self.policy.monotone and any(demand.covers(smaller) for smaller in refused[demand.span]):
                 booking = None
             elif (booking := book(self.rings, self.policy, demand, limits)) is None:
-                refused.append(demand)
+                refused[demand.span].append(demand)
             if booking is not None:
                 track.draft(Round(limit, booking))
             elif self._aged(track, demand, limits):

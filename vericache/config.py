@@ -40,16 +40,16 @@ class VeriCacheConfig(BaseModel):
     counts: Literal["uniform", "per_layer", "per_head"] = Field("per_head", description="how kept tokens are spread")
     ratio: float = Field(0.25, gt=0, le=1, description="kept fraction of the context")
     sinks: int = Field(4, ge=0, description="first tokens that are always kept")
-    recent: int = Field(32, ge=1, description="last context tokens that are always kept")
+    recent: int = Field(
+        32, ge=1, description="last context tokens that are always kept, and verified ones that are never packed"
+    )
     compressor_options: dict[str, int] = Field({}, description="options of the method, for example kvzip: chunk")
     arena_fraction: float = Field(0.5, gt=0, lt=1, description="share of the KV memory budget given to the draft arena")
     page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
     page_format: Literal["plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2"] = Field(
         "plain", description="how the arena stores tokens: the model's dtype, or packed into so many bits"
     )
-    tail_tokens: int = Field(
-        512, ge=1, description="uncompressed tokens kept behind the compressed context before it is compressed anew"
-    )
+    tail_tokens: int = Field(512, ge=1, description="tokens behind the compressed context before it is compressed anew")
     host_memory_gib: float = Field(4.0, gt=0, description="host memory for the full KV of drafting requests")
     iteration_seconds: float | None = Field(None, gt=0, description="fix T_iter of the BW ring instead of measuring it")
     link_bytes_per_second: float | None = Field(None, gt=0, description="fix L of the BW ring instead of measuring it")

@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vericache.config import VeriCacheConfig
-from vericache.draft.formats import PageFormat
+from vericache.draft.formats import PageFormat, page_format
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
 from vericache.errors import ConfigError, UnsupportedError
@@ -24,7 +24,8 @@ def check_version() -> None:
 
 
 def check_supported(config: VllmConfig) -> None:
-    """Raises UnsupportedError for models and vLLM features that draft-and-verify cannot serve exactly."""
+    """Raises UnsupportedError for models and vLLM features that draft-and-verify cannot serve exactly, and ConfigError
+    for pages that do not fit the model."""
     check_version()
     model, parallel = config.model_config, config.parallel_config
     for present, what, why in (
@@ -47,8 +48,13 @@ def check_supported(config: VllmConfig) -> None:
             raise UnsupportedError(
                 f"this server uses {what}, which VeriCache does not support: {why}. Use plain vLLM, or another model"
             )
-    if VeriCacheConfig.of(config.additional_config).bitwise == "on":
-        check_bitwise(config.attention_config.backend, model.get_head_size(), config.device_config.device_type)
+    settings, device = VeriCacheConfig.of(config.additional_config), config.device_config.device_type
+    if settings.bitwise == "on":
+        check_bitwise(config.attention_config.backend, model.get_head_size(), device)
+    if settings.mode != "off":
+        pages = page_format(settings.page_format, settings.page_tokens, model.get_head_size(), model.dtype)
+        if device == "cuda":
+            check_kernels(pages)
 
 
 def check_bitwise(backend: AttentionBackendEnum | None, head_size: int, device: str) -> None:

@@ -20,7 +20,6 @@ from vericache.engine.connector import VeriCacheConnector
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.pages import PageLayout
 from vericache.engine.settings import MemoryPlan, settings_of
-from vericache.engine.support import check_kernels
 from vericache.store.host import HostStore
 from vericache.store.transfer import CopyEngine
 
@@ -61,7 +60,6 @@ class DraftWorker(ABC):
             return HostRuntime(arena)
         from vericache.draft.device import DeviceRuntime  # Triton, which vLLM may have disabled
 
-        check_kernels(plan.page_format)
         arena.with_tables(scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len)
         return DeviceRuntime(arena, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 

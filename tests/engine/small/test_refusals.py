@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from benchmarks.engine import tokens
 from tests.engine.harness import Harness
-from vericache.config import VeriCacheConfig, load
+from vericache.config import KEY, VeriCacheConfig, load
 from vericache.draft import backend, backend_cpu
 from vericache.draft.formats import Plain, page_format
 from vericache.engine.eligibility import resident_reason
@@ -82,6 +82,16 @@ def test_unsupported_models(name: str, tmp_path: Path) -> None:
 def test_unsupported_vllm_features(folder: Path, arguments: dict[str, Any], why: str) -> None:
     config = EngineArgs(model=str(folder), enforce_eager=True, **arguments).create_engine_config()
     with pytest.raises(UnsupportedError, match=why):
+        check_supported(config)
+
+
+def test_pages_that_do_not_fit_the_model(folder: Path) -> None:
+    """Before an engine starts."""
+    settings = VeriCacheConfig(page_format="kivi4", page_tokens=48)
+    config = EngineArgs(
+        model=str(folder), enforce_eager=True, additional_config={KEY: settings.model_dump(mode="json")}
+    ).create_engine_config()
+    with pytest.raises(ConfigError, match="page_tokens to a multiple of 32"):
         check_supported(config)
 
 
