@@ -127,6 +127,7 @@ def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace, context: fl
                     axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{FORMATS.index(name)}",
                               label=f"{name}, {' '.join(method)}")  # fmt: skip
         axes.set_xscale("log")
+        axes.minorticks_off()
         ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
         axes.set_xticks(ticks, [str(t) for t in ticks])
         axes.set_xlabel("compressed bytes / full KV in bfloat16")

@@ -39,6 +39,12 @@ class VeriCacheConfig(BaseModel):
     compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
     counts: Literal["uniform", "per_layer", "per_head"] = Field("per_head", description="how kept tokens are spread")
     ratio: float = Field(0.25, gt=0, le=1, description="kept fraction of the context")
+    ratio_limit: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="a request whose drafts stay wrong is compressed anew at twice the ratio, up to this",
+    )
     sinks: int = Field(4, ge=0, description="first tokens that are always kept")
     recent: int = Field(
         32, ge=1, description="last context tokens that are always kept, and verified ones that are never packed"
@@ -91,6 +97,8 @@ class VeriCacheConfig(BaseModel):
             raise ValueError(
                 f"verify_tokens is {self.verify_tokens}, expected at least window ({self.window}), the longest verify"
             )
+        if self.ratio_limit is not None and self.ratio_limit < self.ratio:
+            raise ValueError(f"ratio_limit is {self.ratio_limit}, expected at least ratio ({self.ratio})")
         forced = self.sinks + self.recent
         wanted = kept_count(self.ratio, self.min_prompt_tokens, 0, 0)
         if wanted < min(forced, self.min_prompt_tokens):

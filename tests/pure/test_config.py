@@ -50,6 +50,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "arena_fraction": 0.25,
         "host_memory_gib": 1.5,
         "ratio": 0.75,
+        "ratio_limit": 0.5,
         "request_options": ("ratio",),
         "audit_share": 0.5,
         "audit_folder": "reproducers",

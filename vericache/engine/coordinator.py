@@ -57,8 +57,7 @@ class Coordinator:
         self._past: dict[str, Detached] = {}  # records of requests that became plain rows again
         self._folds: list[tuple[int, int]] = []  # (slot, strips) for the next step
         self._emptied: list[int] = []  # slots whose pages the workers can free
-        self._ended: list[str] = []
-        self._forgotten: list[str] = []
+        self._ended, self._forgotten = list[str](), list[str]()
         self.configure(settings)
 
     def configure(self, settings: VeriCacheConfig) -> None:
@@ -301,11 +300,10 @@ class Coordinator:
             if record.request_id in failed:  # the host copy lacks what this verify added
                 recompute.append(record)
                 self.abandon(record, "write_back_failed")
+            elif record.wider is not None and self._compress_anew(record, record.wider):
+                continue
             elif self._needs.tail_lasts(record) or self._extend_tail(record):
-                self.reserved.give_blocks(record)
-                self._fold(record)
-                limit = self._needs.draft_limit(record.request_id)
-                self.planner.verified(record.request_id, record.context, limit)
+                self._go_on(record)
             elif not self._compress_anew(record):
                 recompute.append(record)
                 self.abandon(record, "no_scratch_blocks")
@@ -335,6 +333,7 @@ class Coordinator:
         self.reserved.give_blocks(record)
         record.filled_at = record.base = record.context
         record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0
+        record.wider, record.rounds_before = None, len(record.rounds)
         tables = 4 * (head_pages + self.plan.layers * self.plan.kv_heads)  # int32 page ids and counts
         record.compressed_bytes = head_pages * self.plan.page_format.page_bytes + tables
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
@@ -347,20 +346,22 @@ class Coordinator:
             record, record.context - record.filled_at + left + 1
         )
 
-    def _fold(self, record: Detached) -> None:
-        """Verified tokens leave the uncompressed tail for packed pages."""
-        if strips := self.reserved.tails.due(record.context - record.base):
-            record.base += strips * self.reserved.tails.page_tokens
+    def _go_on(self, record: Detached) -> None:
+        """Another round: its blocks are given back, verified tokens leave the uncompressed tail for packed pages."""
+        self.reserved.give_blocks(record)
+        record.look_back(self.asked(record.request).config.ratio_limit)
+        if strips := self.reserved.fold(record):
             self._folds.append((record.slot, strips))
+        self.planner.verified(record.request_id, record.context, self._needs.draft_limit(record.request_id))
 
-    def _compress_anew(self, record: Detached) -> bool:
-        """The tail is long: compress the whole context again while its full KV is on the device."""
+    def _compress_anew(self, record: Detached, wider: float | None = None) -> bool:
+        """The tail is long, or too little is kept: compress the context again while its full KV is on the device."""
         assert self.planner.tracks[record.request_id].round is None, "no round begins ahead of a compression"
         try:
             spec = self._fitted(record.request)
         except MethodError:
             return False
-        record.anew = self.reserved.refit(record, spec)
+        record.anew = self.reserved.refit(record, spec, wider)
         if record.anew:
             self.planner.demote(record.request_id)
         return record.anew

@@ -7,6 +7,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from compressors import MethodSpec, Probe
+from scheduler.adaptation import wider_ratio
 
 
 @dataclass
@@ -23,6 +24,8 @@ class Detached:
     filled_at: int = 0  # context tokens when the slot was filled
     base: int = 0  # where the uncompressed tail begins: ``filled_at``, and what was folded since
     blocks: list[KVCacheBlock] = field(default_factory=list)  # device blocks held: transient pages, or scratch
+    wider: float | None = None  # the ratio to compress it at anew at the next verify, because its drafts stay wrong
+    rounds_before: int = 0  # rounds when the slot was filled
     anew: bool = False  # being compressed again at a verify boundary: ``blocks`` hold the context
     probes: list[Probe] | None = None  # scoring rows; None until the context is complete
     probes_sent: int = 0
@@ -49,6 +52,13 @@ class Detached:
     def tokens(self) -> int:
         """Context and pending token: while a verify row is under way, as if all its drafts were accepted."""
         return self.context + 1
+
+    def look_back(self, ratio_limit: float | None) -> None:
+        """Decide by the rounds so far whether to keep more, up to ``ratio_limit``, from the next verify on."""
+        if self.wider is not None:  # there was no room for it: not again before as many rounds
+            self.wider, self.rounds_before = None, len(self.rounds)
+        elif ratio_limit is not None:
+            self.wider = wider_ratio(self.spec.ratio, ratio_limit, self.rounds[self.rounds_before :])
 
     def row_id(self, kind: str) -> str:
         """Id of an internal batch row. vLLM's request ids are unique and this extends one; every round and probe

@@ -50,7 +50,9 @@ class RoundNeeds:
         """Only where a row's state is on the device: there the draft row finds out by itself which tokens were
         accepted. Never where the result may call for anything else than a round."""
         record = self.records[request_id]
-        return not self._seen_by_host(record.request) and self.tail_lasts(record) and self.draft_limit(request_id) > 0
+        if record.wider or self._seen_by_host(record.request):
+            return False
+        return self.tail_lasts(record) and self.draft_limit(request_id) > 0
 
     def _seen_by_host(self, request: Request) -> bool:
         """The host must know drafts before the verify row, and its result before the next round."""

@@ -93,6 +93,12 @@ class Reservations:
         if blocks:
             self.fence.after_in_flight(lambda: self.blocks.give(blocks))
 
+    def fold(self, record: Detached) -> int:
+        """Strips of verified tokens that leave the uncompressed tail for packed pages, as far as ``tails`` says."""
+        strips = self.tails.due(record.context - record.base)
+        record.base += strips * self.tails.page_tokens
+        return strips
+
     def extend_host(self, record: Detached, tokens: int) -> None:
         """Host pages for ``tokens`` tokens, as far as there are any."""
         missing = self.plan.blocks_for(tokens) - len(record.host_pages)
@@ -109,15 +115,19 @@ class Reservations:
         record.tail_capacity = max(capacity, record.tail_capacity)
         return True
 
-    def refit(self, record: Detached, spec: MethodSpec) -> bool:
-        """Reserve for compressing the grown context of a record anew, and set its ``spec``. When the arena has no
-        room for more, the ratio shrinks so that the slot's pages suffice. False when scratch blocks are missing."""
+    def refit(self, record: Detached, spec: MethodSpec, wider: float | None) -> bool:
+        """Reserve for compressing the context of a record anew, and set its ``spec``, with the ratio ``wider`` or the
+        largest it has had. When the arena has no room for more, the latter shrinks so that the slot's pages suffice.
+        False, and nothing taken, when scratch blocks are missing, or pages for ``wider``."""
+        spec = replace(spec, ratio=wider or max(spec.ratio, record.spec.ratio))
         missing = self.plan.blocks_for(record.context) + self._scratch(spec, record.context) - len(record.blocks)
+        more = max(0, self.units(spec, record.context, record.tail_capacity) - record.arena_units)
+        if wider is not None and more > self.arena.free:
+            return False
         scratch = self.blocks.take(max(0, missing))
         if scratch is None:
             return False
         record.blocks = record.blocks + scratch
-        more = max(0, self.units(spec, record.context, record.tail_capacity) - record.arena_units)
         if self.arena.take(more):
             record.arena_units += more
         else:
