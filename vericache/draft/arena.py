@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compressors import Kept, Shape
+from vericache.device import to_device
 from vericache.draft.attention import attend_pages, merge
 from vericache.draft.formats import PageFormat
 from vericache.draft.pool import PagePool
@@ -129,8 +130,8 @@ class DraftArena:
             exact = torch.zeros(size, dtype=self.format.dtype, device=device)
             source.fill(exact, torch.arange(hi - lo, dtype=torch.int32), kept, need, range(layer, layer + 1))
             _, lengths = self._lengths(kept.counts[layer])
-            encoded = self.format.encode(exact[:, 0], exact[:, 1], lengths.to(device))
-            self.pool.bytes[pages[lo:hi].long().to(device)] = encoded
+            encoded = self.format.encode(exact[:, 0], exact[:, 1], to_device(lengths, device))
+            self.pool.bytes[to_device(pages[lo:hi].long(), device)] = encoded
 
     def drop(self, slot: int) -> None:
         """Free everything a slot holds; an empty slot is left alone."""
@@ -154,13 +155,14 @@ class DraftArena:
         """Pack the first ``strips * page_tokens`` tail tokens. The caller's base grows by as many."""
         held, per_strip = self.slots[slot], self.page_tokens // self.tail_page_tokens
         leaving, held.tail = held.tail[: strips * per_strip], held.tail[strips * per_strip :]
-        exact = self.pool.data[leaving.long().to(self.pool.data.device)]  # [strips * per_strip, L, H, 2, TT, D]
+        device = self.pool.data.device
+        exact = self.pool.data[to_device(leaving.long(), device)]  # [strips * per_strip, L, H, 2, TT, D]
         exact = exact.unflatten(0, (strips, per_strip)).permute(0, 2, 3, 4, 1, 5, 6)
         exact = exact.reshape(-1, 2, self.page_tokens, self.shape.head_dim)
         self.pool.release(leaving)
         new = self._take_strips(strips)
-        full = torch.full((len(exact),), self.page_tokens, device=exact.device)
-        self.pool.bytes[new.flatten().long().to(exact.device)] = self.format.encode(exact[:, 0], exact[:, 1], full)
+        full = torch.full((len(exact),), self.page_tokens, device=device)
+        self.pool.bytes[to_device(new.flatten().long(), device)] = self.format.encode(exact[:, 0], exact[:, 1], full)
         held.folded = torch.cat([held.folded, new])
         if self.tables is not None:
             self.tables.fold(slot, pages_per_head(held.counts, self.page_tokens), held.folded, held.tail)

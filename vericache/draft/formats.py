@@ -24,7 +24,7 @@ ALIGNMENT = 16  # bytes: pages start where vectors of any dtype may be read
 
 class PageFormat(ABC):
     """Geometry of a head page: ``page_tokens`` tokens in ``page_bytes`` bytes; ``tail_page_tokens`` uncompressed tokens
-    of ``dtype`` fit in the same bytes (a power of two)."""
+    of ``dtype`` fit in the same bytes (a power of two that divides ``page_tokens``: whole pages of them are folded)."""
 
     packed = True
     kind = 0  # how the attention kernel reads packed pages (``vericache.draft.triton_unpack``)
@@ -35,7 +35,8 @@ class PageFormat(ABC):
         self.page_tokens, self.head_dim, self.dtype = page_tokens, head_dim, dtype
         token = 2 * head_dim * dtype.itemsize
         self.page_bytes = -(-max(content_bytes, token) // ALIGNMENT) * ALIGNMENT
-        self.tail_page_tokens = min(page_tokens, 1 << int(math.log2(self.page_bytes // token)))
+        fit = 1 << int(math.log2(self.page_bytes // token))
+        self.tail_page_tokens = math.gcd(fit, page_tokens)
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor, counts: Tensor) -> Tensor:
