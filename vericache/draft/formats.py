@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vericache.errors import ConfigError
 
+HOST = torch.device("cpu")
 ALIGNMENT = 16  # bytes: pages start where vectors of any dtype may be read
 
 
@@ -97,10 +98,10 @@ class TurboQuant(PageFormat):
         super().__init__(2 * self.code_bytes + 4 * page_tokens, page_tokens, head_dim, dtype)
 
     def turn(self, x: Tensor) -> Tensor:
-        return x @ rotation(self.head_dim).to(x.device).T
+        return x @ rotation(self.head_dim, x.device).T
 
     def back(self, x: Tensor) -> Tensor:
-        return x @ rotation(self.head_dim).to(x.device)
+        return x @ rotation(self.head_dim, x.device)
 
     def encode(self, keys: Tensor, values: Tensor, counts: Tensor) -> Tensor:
         codes, scales = zip(*(self._encode(x) for x in (keys, values)), strict=True)
@@ -202,9 +203,11 @@ def unpack(packed: Tensor, bits: int, tokens: int) -> Tensor:
 
 
 @cache
-def rotation(dim: int) -> Tensor:
+def rotation(dim: int, device: torch.device = HOST) -> Tensor:
     """A fixed random orthogonal matrix, float32 ``[D, D]``: Hadamard times random signs where D is a power of two, so
-    that the same one can be applied in D log D steps."""
+    that the same one can be applied in D log D steps. Made once for each device."""
+    if device != HOST:
+        return rotation(dim).to(device)
     generator = torch.Generator().manual_seed(dim)
     if dim & (dim - 1):
         return torch.linalg.qr(torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float64))[0].float()

@@ -72,7 +72,7 @@ def turbo_tiles(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """TurboQuant pages ``first .. last - 1``; those behind the first ``kept_pages``, which hold ``kept`` tokens, are
     full. Queries are turned once and outputs turned back once, part by part."""
-    token, d = tl.arange(0, tile), tl.arange(0, dim)
+    d = tl.arange(0, dim)
     four: tl.constexpr = bits == 4  # two parts, otherwise four
     low: tl.constexpr = 4 if four else 2
     width: tl.constexpr = dim * low // 8
@@ -94,11 +94,7 @@ def turbo_tiles(  # type: ignore[no-untyped-def]
         a3 = tl.zeros([acc.shape[0], width], tl.float32)
     loss = tl.zeros_like(mass)  # weights, times the middle of the codes
     for at in range(first * per_page, last * per_page):
-        index = at // per_page
-        inside = at % per_page * tile + token
-        page = content + tl.load(pages + index).to(tl.int64) * page_bytes
-        left = tl.where(index < kept_pages, kept - index * page_size, page_size)
-        valid = inside < left
+        page, inside, valid = _packed_tile(content, pages, at, kept_pages, kept, page_bytes, page_size, tile)
         rows = page + inside[:, None] * width + w[None, :]
         third = page + page_size * width + (inside % (page_size // 2))[:, None] * width + w[None, :]  # of three bits
         nibble = (inside // (page_size // 2) * 4).to(tl.uint8)[:, None]
@@ -133,6 +129,18 @@ def turbo_tiles(  # type: ignore[no-untyped-def]
         acc += _turned((a2 - lost).to(q.dtype), back + square + 2 * width * dim, dim)
         acc += _turned((a3 - lost).to(q.dtype), back + square + 3 * width * dim, dim)
     return peak, mass, acc
+
+
+@triton.jit
+def _packed_tile(  # type: ignore[no-untyped-def]
+    content, pages, at, kept_pages, kept, page_bytes, page_size: tl.constexpr, tile: tl.constexpr
+):
+    """Tile number ``at`` of a head's packed pages: where its page begins, its tokens there, and which of them exist."""
+    per_page: tl.constexpr = page_size // tile
+    index = at // per_page
+    inside = at % per_page * tile + tl.arange(0, tile)
+    left = tl.where(index < kept_pages, kept - index * page_size, page_size)
+    return content + tl.load(pages + index).to(tl.int64) * page_bytes, inside, inside < left
 
 
 @triton.jit
@@ -181,18 +189,14 @@ def kivi_tiles(  # type: ignore[no-untyped-def]
     bits: tl.constexpr, page_size: tl.constexpr, tile: tl.constexpr, dim: tl.constexpr,
 ):  # fmt: skip
     """The same over KIVI pages: keys and values are rebuilt element by element."""
-    token, d = tl.arange(0, tile), tl.arange(0, dim)
+    d = tl.arange(0, dim)
     width: tl.constexpr = dim * bits // 8
     code_bytes: tl.constexpr = page_size * width
     groups: tl.constexpr = page_size * dim // 32
     per_page: tl.constexpr = page_size // tile
     shift = (d // width * bits).to(tl.uint8)[None, :]
     for at in range(first * per_page, last * per_page):
-        index = at // per_page
-        inside = at % per_page * tile + token
-        page = content + tl.load(pages + index).to(tl.int64) * page_bytes
-        left = tl.where(index < kept_pages, kept - index * page_size, page_size)
-        valid = inside < left
+        page, inside, valid = _packed_tile(content, pages, at, kept_pages, kept, page_bytes, page_size, tile)
         rows = page + inside[:, None] * width + (d % width)[None, :]
         ranges = (page + 2 * code_bytes).to(tl.pointer_type(tl.float16))
         group = (inside // 32)[:, None] * dim + d[None, :]

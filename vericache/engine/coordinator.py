@@ -124,11 +124,11 @@ class Coordinator:
             return 0
         leaving = [r for r in running if self.resident_reason(r) is None]
         wants = [self.reserved.want(r, *self._terms(r)) for r in leaving]
-        room, count = self._transient_pages(running, 0), 0
+        room, count = self._needs.transient_blocks(running, 0), 0
         for head in waiting:
             leaves = self.resident_reason(head) is None
             more = [self.reserved.want(head, *self._terms(head))] if leaves else []
-            room -= self._soon(head)
+            room -= self._needs.soon(head)
             if (self.records or leaving) and room < self._needs.working_blocks(leaving, self.settings.draft_length):
                 can_leave = leaves and self.reserved.fits(wants + more)
                 if self.planner.late or not can_leave:
@@ -176,7 +176,7 @@ class Coordinator:
         reserved = 0 if self.planner.late else head_blocks
         self._forgotten += [p.row.row_id for p in out.probes]  # from the next step on
         out.before += self._store_ahead(running)
-        limits = Limits(self.throughput.iteration_ns, self._transient_pages(running, reserved))
+        limits = Limits(self.throughput.iteration_ns, self._needs.transient_blocks(running, reserved))
         tick = self.planner.tick(self._needs, limits)
         for request_id in tick.loads:
             record = self.records[request_id]
@@ -235,21 +235,6 @@ class Coordinator:
         if len(record.host_pages) * self.plan.block_tokens < record.tokens and self.prestore.forget_all():
             self.reserved.extend_host(record, wanted)  # what is copied ahead must not stand in the way
         return len(record.host_pages) * self.plan.block_tokens >= record.tokens
-
-    def _transient_pages(self, running: Iterable[Request], head_blocks: int) -> int:
-        """Blocks that transient KV may use: free ones and those rounds hold already, minus what plain rows and
-        the first waiting request will need within the window."""
-        in_rounds = (State.LOADING, State.VERIFYING)
-        held = sum(len(self.records[i].blocks) for i, t in self.planner.tracks.items() if t.state in in_rounds)
-        growth = 0
-        for request in running:
-            growth += max(0, self._soon(request) - self.plan.blocks_for(request.num_computed_tokens))
-        return self.blocks.free + held - growth - head_blocks
-
-    def _soon(self, request: Request) -> int:
-        """Blocks of a plain row within the window."""
-        tokens = max(request.num_prompt_tokens, request.num_tokens + self.settings.window)
-        return self.plan.blocks_for(min(tokens, self.bounds.max_model_len))
 
     # -- digesting one step ------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
-"""What the planner asks about one request (``scheduler.planner.Host``): how far a round may draft, what it costs."""
+"""What the planner asks about one request (``scheduler.planner.Host``): how far a round may draft, what it costs; and
+the blocks there are for rounds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from vllm.v1.request import Request
 
 from scheduler.admission import Demand, reload_span
+from scheduler.lifecycle import State
 from scheduler.planner import Planner
 from scheduler.throughput import Throughput
 from vericache.engine.blocks import DeviceBlocks
@@ -87,6 +89,21 @@ class RoundNeeds:
         window = self.planner.rings.window
         each = self.plan.blocks_for(min(tokens + window, self.bounds.max_model_len))
         return ceil(each * max(1.0, rounds * (span + 1 + hold)))
+
+    def transient_blocks(self, running: Iterable[Request], head_blocks: int) -> int:
+        """Blocks that transient KV may use: free ones and those rounds hold already, minus what plain rows and
+        the first waiting request will need within the window."""
+        in_rounds = (State.LOADING, State.VERIFYING)
+        held = sum(len(self.records[i].blocks) for i, t in self.planner.tracks.items() if t.state in in_rounds)
+        growth = 0
+        for request in running:
+            growth += max(0, self.soon(request) - self.plan.blocks_for(request.num_computed_tokens))
+        return self.blocks.free + held - growth - head_blocks
+
+    def soon(self, request: Request) -> int:
+        """Blocks of a plain row within the window."""
+        tokens = max(request.num_prompt_tokens, request.num_tokens + self.planner.rings.window)
+        return self.plan.blocks_for(min(tokens, self.bounds.max_model_len))
 
     def _reload(self, tokens: int) -> tuple[int, int, int]:
         """Iterations, link time, and iterations that pages are held after the verify."""

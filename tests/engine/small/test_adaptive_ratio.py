@@ -1,5 +1,6 @@
 """A request whose drafts stay wrong is compressed anew at a larger ratio."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,12 +25,8 @@ def test_the_ratio_grows_while_drafts_are_wrong(engine: Harness, prompts: list[l
     engine.configure(**LITTLE, ratio_limit=1.0)
     plain = engine.plain(prompts, PARAMS)
     for ahead in (False, True):
-        with engine.recorded_kept() as kept:
-            if ahead:
-                with engine.run_ahead():
-                    outputs = engine.generate(prompts, PARAMS)
-            else:
-                outputs = engine.generate(prompts, PARAMS)
+        with engine.recorded_kept() as kept, engine.run_ahead() if ahead else nullcontext():
+            outputs = engine.generate(prompts, PARAMS)
         assert tokens(outputs) == plain
         grown = [s["ratio"] for s in summaries(outputs) if s["ratio"] > 0.1]
         assert grown, "random tokens are no good draft cache"

@@ -1,5 +1,6 @@
 """Injected faults: the request is recomputed, waits, or stays resident; never a wrong token, never a dead engine."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -32,12 +33,9 @@ def test_failing_reload(
     bandwidth = 1e10 if span == "one iteration" else 2e7
     engine.configure(iteration_seconds=0.05, link_bytes_per_second=bandwidth)
     before = engine.coordinator.stats.failures["Load"]
-    with failing_copies(engine, Direction.TO_DEVICE, lambda n: n == 2):
-        if ahead:
-            with engine.run_ahead():
-                reports = check(engine, texts, stock)
-        else:
-            reports = check(engine, texts, stock)
+    failing = failing_copies(engine, Direction.TO_DEVICE, lambda n: n == 2)
+    with failing, engine.run_ahead() if ahead else nullcontext():
+        reports = check(engine, texts, stock)
     assert engine.coordinator.stats.failures["Load"] == before + 1
     assert sorted(r["recoveries"] for r in reports) == [0, 1]
     assert all(r["mode"] == "draft" for r in reports)

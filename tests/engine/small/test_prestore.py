@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
@@ -51,12 +51,8 @@ def test_every_block_is_copied_once(
 ) -> None:
     engine.scheduler.reset_prefix_cache()
     engine.configure(compressor="streaming_llm", counts="uniform")
-    with small_steps(engine), recorded(engine) as ops:
-        if ahead:
-            with engine.run_ahead():
-                outputs = engine.generate(list(texts.values()), GREEDY)
-        else:
-            outputs = engine.generate(list(texts.values()), GREEDY)
+    with small_steps(engine), recorded(engine) as ops, engine.run_ahead() if ahead else nullcontext():
+        outputs = engine.generate(list(texts.values()), GREEDY)
     assert tokens(outputs) == [stock[n] for n in texts]
     assert all(s["mode"] == "draft" for s in summaries(outputs))
     copied: dict[str, Counter[int]] = {}

@@ -1,6 +1,7 @@
 """Structured outputs while drafting: what plain rows give, and drafts under the same grammar."""
 
 import re
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -46,10 +47,7 @@ def test_output_is_that_of_plain_rows(
     params = [*(structured(k, temperature) for k in KINDS), SamplingParams(temperature=0, max_tokens=30)]
     expected = engine.plain(prompts, params)
     engine.configure(compressor="random", counts="per_head", ratio=0.3)
-    if ahead:
-        with engine.run_ahead():
-            outputs = engine.generate(prompts, params)
-    else:
+    with engine.run_ahead() if ahead else nullcontext():
         outputs = engine.generate(prompts, params)
     assert tokens(outputs) == expected
     assert {s["mode"] for s in summaries(outputs)} == {"draft"}
