@@ -169,6 +169,8 @@ def test_what_the_gpu_kernels_cannot_hold() -> None:
     with pytest.raises(ConfigError, match="heads of size 32 into 2 bits"):
         check_kernels(page_format("turboquant2", 32, 32, torch.float16))
     check_kernels(page_format("turboquant3", 16, 64, torch.float16))
+    with pytest.raises(ConfigError, match="rotatekv2 has no attention kernel"):
+        check_kernels(page_format("rotatekv2", 32, 64, torch.float16))
 
 
 def test_no_row_left_for_requests() -> None:

@@ -9,7 +9,7 @@ from vericache.draft.formats.base import PageFormat
 from vericache.draft.formats.packing import pack, unpack
 from vericache.draft.formats.plain import Plain
 from vericache.draft.formats.registry import FORMATS, page_format
-from vericache.draft.formats.rotation import rotation
+from vericache.draft.formats.rotation import hadamard, rotation
 from vericache.draft.formats.turboquant import TurboQuant
 
-__all__ = ["FORMATS", "PageFormat", "Plain", "TurboQuant", "pack", "page_format", "rotation", "unpack"]
+__all__ = ["FORMATS", "PageFormat", "Plain", "TurboQuant", "hadamard", "pack", "page_format", "rotation", "unpack"]

@@ -15,6 +15,7 @@ class PageFormat(ABC):
     """Geometry of a head page: ``page_tokens`` tokens in ``page_bytes`` bytes; ``tail_page_tokens`` uncompressed tokens
     of ``dtype`` fit in the same bytes (a power of two that divides ``page_tokens``: whole pages of them are folded)."""
 
+    name: str  # in the registry
     packed = True
     simulated = False  # pages of ``dtype`` hold what a packed page would give back
     kernel = True  # the GPU's attention kernel reads such pages

@@ -1,7 +1,7 @@
 """Codes side by side in bytes.
 
-With b bits, byte j of a token holds dimensions j, j + D b/8, j + 2 D b/8, ..., the first one in the low bits. So a kernel
-unpacks a part of a head with one shift and gets neighbouring dimensions.
+With b bits, byte j of a token holds dimensions j, j + D b/8, j + 2 D b/8, ..., the first one in the low bits. So a
+kernel unpacks a part of a head with one shift and gets neighbouring dimensions.
 """
 
 import torch

@@ -9,6 +9,7 @@ from vericache.draft.formats.base import PageFormat
 class Plain(PageFormat):
     """The model's dtype."""
 
+    name = "plain"
     packed = False
 
     def __init__(self, page_tokens: int, head_dim: int, dtype: torch.dtype) -> None:
