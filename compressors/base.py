@@ -2,29 +2,29 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from compressors.budget import COUNTS, allocate, forced_mask, kept_count
-from compressors.keys import CachedKeys
+from compressors.cached import CachedTokens
+from compressors.errors import MethodError
+from compressors.rotary import Rotary
 from compressors.select import top_positions
-
-
-class MethodError(ValueError):
-    """A method, count mode or option that does not exist or does not fit together."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention geometry of the (rank's share of the) model."""
+    """The attention geometry of the (rank's share of the) model. ``rotary`` is None where the engine cannot tell one
+    rotary embedding that all layers apply."""
 
     layers: int
     kv_heads: int
     query_heads: int
     head_dim: int
+    rotary: Rotary | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -69,6 +69,10 @@ class Scorer(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    # Whether scores depend on the prompt's last question. Those that do not can be reused for a shared prefix.
+    query_aware: ClassVar[bool]
+    reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
+    needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
     counts: ClassVar[tuple[str, ...]] = COUNTS
     options: ClassVar[Mapping[str, int]] = {}  # the method's own options and their defaults
     # Instruction texts the scoring pass needs as token ids: key -> text (see ``probes``).
@@ -107,9 +111,13 @@ class Scorer(ABC):
         """
         return []
 
-    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         """See one layer of probe number ``index``: ``query [T, Hq, D]`` and ``key [T, H, D]``, post-RoPE."""
         raise NotImplementedError(f"{self.name} declares no probes")
+
+    def read(self, layer: int, cached: CachedTokens) -> None:
+        """See one layer's context, if ``reads_cache``: once a layer, after all probes and before ``scores``."""
+        raise NotImplementedError(f"{self.name} does not read the cache")
 
     @abstractmethod
     def scores(self) -> Tensor:
@@ -137,8 +145,16 @@ class Compressor:
     def __init__(self, scorer: Scorer, spec: MethodSpec) -> None:
         self.scorer, self.spec = scorer, spec
 
-    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         self.scorer.observe(layer, index, query, key, cached, scale)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether ``read`` must be called once for every layer before ``select``."""
+        return self.scorer.reads_cache and self.budget < self.scorer.num_tokens
+
+    def read(self, layer: int, cached: CachedTokens) -> None:
+        self.scorer.read(layer, cached)
 
     @property
     def budget(self) -> int:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from compressors.base import Compressor, MethodError, MethodSpec, Scorer, Shape
+from compressors.base import Compressor, MethodSpec, Scorer, Shape
+from compressors.errors import MethodError
 from compressors.kvzip import KVzip
 from compressors.random import Random
 from compressors.snapkv import SnapKV
@@ -40,8 +41,15 @@ def _known(kind: str, name: str, names: Iterable[str]) -> None:
 
 
 def create(spec: MethodSpec, shape: Shape, num_tokens: int) -> Compressor:
-    """A compressor for one request of ``num_tokens`` context tokens."""
-    return Compressor(validate(spec)(shape, num_tokens, spec), spec)
+    """A compressor for one request of ``num_tokens`` context tokens. Raises MethodError as ``validate`` does, and where
+    the method needs something of the model that ``shape`` does not have."""
+    method = validate(spec)
+    if method.needs_rotary and shape.rotary is None:
+        raise MethodError(
+            f"{spec.name} turns keys and queries to other positions, and this model has no single rotary embedding "
+            f"that all its layers apply; choose a method that needs none"
+        )
+    return Compressor(method(shape, num_tokens, spec), spec)
 
 
 def describe() -> list[tuple[str, str, str]]:

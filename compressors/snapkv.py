@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compressors.base import MethodError, MethodSpec, Probe, Scorer, Shape
-from compressors.keys import Asked, CachedKeys
+from compressors.base import MethodSpec, Probe, Scorer, Shape
+from compressors.cached import Asked, CachedTokens
+from compressors.errors import MethodError
 
 
 class SnapKV(Scorer):
@@ -22,6 +23,7 @@ class SnapKV(Scorer):
 
     name = "snapkv"
     summary = "attention of the prompt's last queries, pooled; query-aware"
+    query_aware = True
     options: ClassVar[Mapping[str, int]] = {"window": 32, "kernel": 5}
 
     def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
@@ -47,7 +49,7 @@ class SnapKV(Scorer):
         start = max(len(token_ids) - cls.option(spec, "window"), 0)
         return [Probe(tuple(token_ids[start:]), start)]
 
-    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         past = self.num_tokens - len(query)
         if past == 0:
             return

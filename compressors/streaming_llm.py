@@ -14,6 +14,7 @@ class StreamingLLM(Scorer):
 
     name = "streaming_llm"
     summary = "attention sinks and the most recent tokens; needs no queries"
+    query_aware = False
     counts: ClassVar[tuple[str, ...]] = ("uniform",)
 
     def scores(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from compressors import METHODS, CachedKeys, Compressor, Kept, MethodSpec, Shape
+from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Shape
 from compressors.budget import kept_count
 
 SHAPE = Shape(layers=3, kv_heads=2, query_heads=6, head_dim=16)
@@ -21,12 +21,13 @@ quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 @dataclass
 class Context:
-    """A random model state: queries and post-RoPE keys of every context token, and the texts of a tokenizer."""
+    """A random model state: queries, post-RoPE keys and values of every context token, and a tokenizer's texts."""
 
     shape: Shape
     tokens: list[int]
     queries: Tensor  # [L, Hq, n, D]
     keys: Tensor  # [L, H, n, D]
+    values: Tensor  # [L, H, n, D]
     texts: dict[str, list[int]]
     scale: float
 
@@ -35,10 +36,11 @@ class Context:
         rng = torch.Generator().manual_seed(seed)
         queries = torch.randn(shape.layers, shape.query_heads, num_tokens, shape.head_dim, generator=rng) * sharpness
         keys = torch.randn(shape.layers, shape.kv_heads, num_tokens, shape.head_dim, generator=rng)
+        values = torch.randn(keys.shape, generator=torch.Generator().manual_seed(seed + 1))
         tokens = torch.randint(0, 1000, (num_tokens,), generator=rng).tolist()
         names = sorted({"turn", *(key for method in METHODS.values() for key in method.texts)})
         texts = {key: list(range(2000 + 10 * i, 2000 + 10 * i + 5 + i)) for i, key in enumerate(names)}
-        return cls(shape, tokens, queries, keys, texts, shape.head_dim**-0.5)
+        return cls(shape, tokens, queries, keys, values, texts, shape.head_dim**-0.5)
 
 
 @dataclass
@@ -48,7 +50,7 @@ class SeenProbe:
     start: int
     query: Tensor
     key: Tensor
-    asked: list[Tensor]  # positions of every call of ``cached``, in layer order
+    asked: list[Tensor]  # positions of every read of keys, in layer order
 
 
 def drive(compressor: Compressor, context: Context, dtype: torch.dtype = torch.float32) -> list[SeenProbe]:
@@ -68,22 +70,28 @@ def drive(compressor: Compressor, context: Context, dtype: torch.dtype = torch.f
         query, key = query.to(dtype), key.to(dtype)
         record = SeenProbe(probe.start, query, key, [])
         for layer in range(shape.layers):
-            cached = reader(context.keys[layer].to(dtype), record.asked)
+            cached = reader(context, layer, dtype, record.asked)
             compressor.observe(layer, index, query[layer], key[layer], cached, context.scale)
         seen.append(record)
+    if compressor.reads_cache:
+        for layer in range(shape.layers):
+            compressor.read(layer, reader(context, layer, dtype, []))
     return seen
 
 
-def reader(keys: Tensor, asked: list[Tensor]) -> CachedKeys:
-    """Over ``[H, n, D]`` that refuses what the engine's page reader could not answer."""
+def reader(context: Context, layer: int, dtype: torch.dtype, asked: list[Tensor]) -> CachedTokens:
+    """One layer of ``context``; refuses what the engine's page reader could not answer."""
 
-    def cached(positions: Tensor) -> Tensor:
+    def checked(tensor: Tensor, positions: Tensor) -> Tensor:
         assert positions.dtype == torch.int64
-        assert ((positions >= 0) & (positions < keys.shape[1])).all()
-        asked.append(positions)
-        return keys[:, positions]
+        assert ((positions >= 0) & (positions < tensor.shape[1])).all()
+        return tensor[:, positions].to(dtype)
 
-    return CachedKeys(cached)
+    def keys(positions: Tensor) -> Tensor:
+        asked.append(positions)
+        return checked(context.keys[layer], positions)
+
+    return CachedTokens(keys, lambda positions: checked(context.values[layer], positions))
 
 
 # -- brute force -----------------------------------------------------------------------------------------

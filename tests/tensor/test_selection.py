@@ -19,6 +19,7 @@ class Fixed(Scorer):
 
     name = "fixed"
     summary = "for tests"
+    query_aware = False
 
     def __init__(self, values: Tensor, spec: MethodSpec) -> None:
         layers, heads, n = values.shape
