@@ -35,7 +35,7 @@ class Measured:
     method: str
     rounds: list[tuple[int, int]]
     distinct: float  # share of distinct 4-grams of the output
-    kept: float  # compressed bytes over full KV bytes
+    kept: float  # compressed bytes over full KV bytes; where pages are simulated, what they would be
 
     @property
     def accepted(self) -> list[int]:
@@ -71,7 +71,8 @@ def measure(
         pairs = zip(report["drafted_per_round"], report["accepted_per_round"], strict=True)
         rounds = [(k, a) for k, a in pairs if k >= settings["draft_length"]]
         distinct = distinct_4_grams(output.outputs[0].token_ids)
-        found.append(Measured(name, f"{compressor} {counts}", rounds, distinct, report["compressed_fraction"]))
+        kept = report.get("simulated_fraction", report["compressed_fraction"])
+        found.append(Measured(name, f"{compressor} {counts}", rounds, distinct, kept))
     return found
 
 

@@ -317,10 +317,15 @@ class Coordinator:
             record.blocks = self.blocks.detach(record.request) + record.blocks
         self.reserved.give_blocks(record)
         record.filled_at = record.base = record.context
+        record.folded = 0
         record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0
         record.wider, record.rounds_before = None, len(record.rounds)
         tables = 4 * (head_pages + self.plan.layers * self.plan.kv_heads)  # int32 page ids and counts
-        record.compressed_bytes = head_pages * self.plan.page_format.page_bytes + tables
+        pages = self.plan.page_format
+        beside = tables + pages.frozen_bytes(self.plan.layers, self.plan.kv_heads)
+        record.compressed_bytes = head_pages * pages.page_bytes + beside
+        if pages.simulated:
+            record.simulated_bytes = head_pages * pages.packed_page_bytes + beside
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context)
 

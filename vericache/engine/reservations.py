@@ -94,9 +94,11 @@ class Reservations:
             self.fence.after_in_flight(lambda: self.blocks.give(blocks))
 
     def fold(self, record: Detached) -> int:
-        """Strips of verified tokens that leave the uncompressed tail for packed pages, as far as ``tails`` says."""
-        strips = self.tails.due(record.context - record.base)
-        record.base += strips * self.tails.page_tokens
+        """Strips of verified tokens to fold, as far as ``tails`` says; they leave the tail where pages are packed."""
+        strips = self.tails.due(record.context - record.filled_at - record.folded)
+        record.folded += strips * self.tails.page_tokens
+        if self.tails.packed:
+            record.base = record.filled_at + record.folded
         return strips
 
     def extend_host(self, record: Detached, tokens: int) -> None:

@@ -1,5 +1,6 @@
 """What cannot be served, refused at start with a sentence that says why."""
 
+import logging
 from typing import Any
 
 import vllm
@@ -13,6 +14,7 @@ from vericache.engine.settings import MemoryPlan
 from vericache.errors import ConfigError, UnsupportedError
 
 SUPPORTED_VLLM = "0.32."
+logger = logging.getLogger("vllm.vericache")
 
 
 def check_version() -> None:
@@ -55,6 +57,11 @@ def check_supported(config: VllmConfig) -> None:
         pages = page_format(settings.page_format, settings.page_tokens, model.get_head_size(), model.dtype)
         if device == "cuda":
             check_kernels(pages)
+        if pages.simulated:
+            logger.warning(
+                "page_format %s is simulated: requests draft as on packed pages, which take the memory of plain ones",
+                pages.name,
+            )
 
 
 def check_bitwise(backend: AttentionBackendEnum | None, head_size: int, device: str) -> None:

@@ -17,7 +17,7 @@ class PageFormat(ABC):
 
     name: str  # in the registry
     packed = True
-    simulated = False  # pages of ``dtype`` hold what a packed page would give back
+    simulated = False  # ``vericache.draft.formats.simulated``
     kernel = True  # the GPU's attention kernel reads such pages
     kind = 0  # how the attention kernel reads packed pages (``vericache.draft.triton_unpack``)
     bits = 16
@@ -46,6 +46,15 @@ class PageFormat(ABC):
     def back(self, x: Tensor) -> Tensor:
         """The inverse of ``turn``."""
         return x
+
+    @property
+    def packed_page_bytes(self) -> int:
+        """Bytes of a page as the method would have it: ``page_bytes``, less where pages are simulated."""
+        return self.page_bytes
+
+    def frozen_bytes(self, layers: int, heads: int) -> int:
+        """What a slot holds beside its pages and tables."""
+        return 0
 
     def _pages(self, *parts: Tensor) -> Tensor:
         return page_content(parts, self.page_bytes)

@@ -6,8 +6,10 @@ import torch
 
 from vericache.draft.formats.base import PageFormat
 from vericache.draft.formats.kivi import Kivi
+from vericache.draft.formats.kvquant import KVQuant
 from vericache.draft.formats.plain import Plain
 from vericache.draft.formats.rotatekv import RotateKV
+from vericache.draft.formats.simulated import Simulated
 from vericache.draft.formats.turboquant import TurboQuant
 from vericache.errors import ConfigError
 
@@ -16,6 +18,7 @@ FORMATS: dict[str, Callable[[int, int, torch.dtype], PageFormat]] = {
     **{f"turboquant{b}": lambda *args, b=b: TurboQuant(b, *args) for b in (4, 3, 2)},
     **{f"kivi{b}": lambda *args, b=b: Kivi(b, *args) for b in (4, 2)},
     **{f"rotatekv{b}": lambda *args, b=b: RotateKV(b, *args) for b in (4, 2)},
+    **{f"kvquant{b}": lambda *args, b=b: Simulated(KVQuant(b, *args)) for b in (4, 3, 2)},
 }
 
 
