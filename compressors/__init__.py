@@ -10,7 +10,7 @@ n context tokens. Scores are float32 ``[L, H, n]``, larger is more important.
 from compressors.base import Compressor, Kept, MethodSpec, Probe, Scorer, Shape
 from compressors.cached import Asked, CachedTokens
 from compressors.errors import MethodError
-from compressors.registry import METHODS, create, describe, validate
+from compressors.registry import METHODS, create, describe, find, validate
 from compressors.rotary import Rotary
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "Shape",
     "create",
     "describe",
+    "find",
     "validate",
 ]

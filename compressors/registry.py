@@ -6,17 +6,23 @@ from difflib import get_close_matches
 from compressors.base import Compressor, MethodSpec, Scorer, Shape
 from compressors.errors import MethodError
 from compressors.kvzip import KVzip
+from compressors.pyramidkv import PyramidKV
 from compressors.random import Random
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, KVzip, Random)}
+METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, PyramidKV, KVzip, Random)}
+
+
+def find(name: str) -> type[Scorer]:
+    """The method of that name. Raises MethodError with the nearest one."""
+    _known("compressor", name, METHODS)
+    return METHODS[name]
 
 
 def validate(spec: MethodSpec) -> type[Scorer]:
     """The scorer class of ``spec``. Raises MethodError with the nearest name or the allowed values."""
-    _known("compressor", spec.name, METHODS)
-    method = METHODS[spec.name]
+    method = find(spec.name)
     if spec.counts not in method.counts:
         raise MethodError(
             f"compressor {spec.name!r} cannot allocate counts {spec.counts!r}: "
@@ -26,6 +32,8 @@ def validate(spec: MethodSpec) -> type[Scorer]:
         raise MethodError(f"ratio must lie in (0, 1], got {spec.ratio}")
     if spec.sinks < 0 or spec.recent < 1:
         raise MethodError(f"sinks must be >= 0 and recent >= 1, got {spec.sinks} and {spec.recent}")
+    if not spec.beta >= 1:
+        raise MethodError(f"beta of a pyramid must be at least 1 (uniform counts), got {spec.beta}")
     for option, _ in spec.options:
         _known(f"{spec.name} option", option, method.options)
     method.check(spec)

@@ -34,14 +34,14 @@ class SnapKV(Scorer):
     def check(cls, spec: MethodSpec) -> None:
         window, kernel = cls.option(spec, "window"), cls.option(spec, "kernel")
         if kernel < 1 or kernel % 2 == 0:
-            raise MethodError(f"snapkv: option 'kernel' must be odd and positive, got {kernel}")
+            raise MethodError(f"{cls.name}: option 'kernel' must be odd and positive, got {kernel}")
         if not 1 <= window <= spec.recent:
-            raise MethodError(f"snapkv: option 'window' must lie in 1..recent ({spec.recent}), got {window}")
+            raise MethodError(f"{cls.name}: option 'window' must lie in 1..recent ({spec.recent}), got {window}")
 
     @classmethod
     def fit(cls, spec: MethodSpec, row_tokens: int) -> MethodSpec:
         if row_tokens < 1:
-            raise MethodError(f"snapkv needs a scoring row of at least 1 token, {row_tokens} fit in a step")
+            raise MethodError(f"{cls.name} needs a scoring row of at least 1 token, {row_tokens} fit in a step")
         return spec.with_option("window", min(cls.option(spec, "window"), row_tokens))
 
     @classmethod
