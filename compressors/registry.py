@@ -28,6 +28,16 @@ def validate(spec: MethodSpec) -> type[Scorer]:
             f"compressor {spec.name!r} cannot allocate counts {spec.counts!r}: "
             f"its scores allow {', '.join(method.counts)}"
         )
+    if spec.selector not in method.selectors:
+        raise MethodError(
+            f"compressor {spec.name!r} cannot select by {spec.selector!r}: "
+            f"its scores allow {', '.join(method.selectors)}"
+        )
+    if not (spec.power > 0 and 0 < spec.floor <= 1 and 0 <= spec.seed < 2**32):
+        raise MethodError(
+            f"a random selector takes power > 0, floor in (0, 1] and seed in 0..2**32 - 1, "
+            f"got {spec.power}, {spec.floor} and {spec.seed}"
+        )
     if not 0 < spec.ratio <= 1:
         raise MethodError(f"ratio must lie in (0, 1], got {spec.ratio}")
     if spec.sinks < 0 or spec.recent < 1:

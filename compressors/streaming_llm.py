@@ -15,6 +15,7 @@ class StreamingLLM(Scorer):
     name = "streaming_llm"
     summary = "attention sinks and the most recent tokens; needs no queries"
     query_aware = False
+    selectors: ClassVar[tuple[str, ...]] = ("top",)
     counts: ClassVar[tuple[str, ...]] = ("uniform", "pyramid")
     default_counts = "uniform"
 

@@ -23,8 +23,8 @@ def test_without_options_the_servers_settings_hold() -> None:
 
 def test_options_change_only_what_they_name() -> None:
     asked = {"vericache_draft_length": 7, "vericache_compressor": "snapkv", "vericache_counts": "per_layer"}
-    settings = RequestSettings(OPEN, {**asked, "vericache_ratio": 0.5})
-    changed = {"draft_length": 7, "compressor": "snapkv", "counts": "per_layer", "ratio": 0.5}
+    settings = RequestSettings(OPEN, {**asked, "vericache_ratio": 0.5, "vericache_selector": "pareto"})
+    changed = {"draft_length": 7, "compressor": "snapkv", "counts": "per_layer", "ratio": 0.5, "selector": "pareto"}
     assert settings.config == OPEN.model_copy(update=changed)
 
 
@@ -62,6 +62,7 @@ def test_off_and_draft() -> None:
         ("vericache_compressor", "kvzipp", "kvzip"),
         ("vericache_compressor", "pyramidkv", "cannot allocate counts 'per_head'"),
         ("vericache_counts", "per_token", "uniform"),
+        ("vericache_selector", "best", "poisson"),
         ("vericache_slot", 3, "is not an option"),
         ("vericache_draft_lenght", 3, "vericache_draft_length"),
     ],
