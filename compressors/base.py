@@ -96,6 +96,7 @@ class Scorer(ABC):
     query_aware: ClassVar[bool]
     reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
     needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
+    dynamic: ClassVar[bool] = False  # whether ``needed`` may keep less than the ratio allows
     counts: ClassVar[tuple[str, ...]] = COUNTS
     default_counts: ClassVar[str] = "per_head"
     selectors: ClassVar[tuple[str, ...]] = SELECTORS  # only "top" where scores are no weights (ranks, logarithms)
@@ -148,6 +149,10 @@ class Scorer(ABC):
     def scores(self) -> Tensor:
         """float32 ``[L, H, n]``, finite."""
 
+    def needed(self) -> Tensor:
+        """int64 ``[L, H]``, if ``dynamic``: how many of its best tokens, forced ones first, each head needs."""
+        raise NotImplementedError(f"{self.name} keeps what the ratio says")
+
 
 class Compressor:
     """scorer x budget x selector for one request of ``num_tokens`` context tokens."""
@@ -161,7 +166,7 @@ class Compressor:
     @property
     def reads_cache(self) -> bool:
         """Whether ``read`` must be called once for every layer before ``select``."""
-        return self.scorer.reads_cache and self.budget < self.scorer.num_tokens
+        return self.scorer.reads_cache and not self._keeps_all
 
     def read(self, layer: int, cached: CachedTokens) -> None:
         self.scorer.read(layer, cached)
@@ -172,10 +177,10 @@ class Compressor:
         return self.spec.budget(self.scorer.num_tokens)
 
     def select(self) -> Kept:
-        """Score, allocate counts, choose positions. Exactly ``L * H * budget`` token-heads are kept; by selector
-        ``poisson``, whose sizes are random, at most as many."""
+        """Score, allocate counts, choose positions. Exactly ``L * H * budget`` token-heads are kept; at most as many by
+        a ``dynamic`` method, and by selector ``poisson``, whose sizes are random."""
         shape, n, spec = self.scorer.shape, self.scorer.num_tokens, self.spec
-        if self.budget == n:
+        if self._keeps_all:
             counts = torch.full((shape.layers, shape.kv_heads), n, dtype=torch.int64)
             certain = None if spec.selector == "top" else torch.ones(1).expand(*counts.shape, n)
             return Kept(counts, torch.arange(n).repeat(counts.numel()), certain)
@@ -189,6 +194,23 @@ class Compressor:
         forced = forced_mask(n, spec.sinks, spec.recent)
         scores = scores.masked_fill(forced, float("inf"))
         counts = allocate(scores, self.budget, spec.counts, spec.forced, spec.least - spec.forced, spec.beta)
+        if self.scorer.dynamic:
+            counts = torch.minimum(counts, self._needed())
         if spec.selector == "top":
             return Kept(counts, top_positions(scores, counts))
         return sample(scores, counts, forced, spec.selector, spec.power, spec.floor, spec.seed)
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Whatever the scores are."""
+        most = self.spec.least if self.scorer.dynamic else self.budget
+        return self.scorer.num_tokens <= most
+
+    def _needed(self) -> Tensor:
+        needed, shape = self.scorer.needed(), self.scorer.shape
+        if needed.shape != (shape.layers, shape.kv_heads) or needed.dtype != torch.int64:
+            raise MethodError(
+                f"{self.spec.name} needs counts of shape {tuple(needed.shape)} and {needed.dtype}; "
+                f"expected {(shape.layers, shape.kv_heads)} and torch.int64"
+            )
+        return needed.clamp(min=self.spec.least)

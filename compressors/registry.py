@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from compressors.base import Compressor, MethodSpec, Scorer, Shape
+from compressors.dbudgetkv import DBudgetKV
 from compressors.errors import MethodError
 from compressors.kvzip import KVzip
 from compressors.pyramidkv import PyramidKV
@@ -11,7 +12,7 @@ from compressors.random import Random
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, PyramidKV, KVzip, Random)}
+METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, PyramidKV, DBudgetKV, KVzip, Random)}
 
 
 def find(name: str) -> type[Scorer]:

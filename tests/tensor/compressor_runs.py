@@ -102,8 +102,9 @@ def heads_of(kept: Kept) -> list[list[list[int]]]:
     return [[next(pieces).tolist() for _ in row] for row in kept.counts.tolist()]
 
 
-def brute_force(scores: Tensor, spec: MethodSpec) -> list[list[list[int]]]:
-    """The selection by Python's sort on (score, layer, head, position), with exact fractions for the rounding."""
+def brute_force(scores: Tensor, spec: MethodSpec, needed: Tensor | None = None) -> list[list[list[int]]]:
+    """The selection by Python's sort on (score, layer, head, position), with exact fractions for the rounding; of no
+    more than ``needed`` by each head."""
     layers, heads, n = scores.shape
     values = [
         [[math.inf if i < spec.sinks or i >= n - spec.recent else s for i, s in enumerate(head)] for head in layer]
@@ -122,6 +123,8 @@ def brute_force(scores: Tensor, spec: MethodSpec) -> list[list[list[int]]]:
         else:
             wanted = line(layers, budget, n, Fraction(spec.beta))
         counts = [[count] * heads for count in rounded(wanted, layers * budget, min(spec.forced, n), n)]
+    if needed is not None:
+        counts = torch.minimum(torch.tensor(counts), needed.clamp(min=spec.forced)).tolist()
     return [
         [sorted(sorted(range(n), key=lambda i: (-values[a][h][i], i))[: counts[a][h]]) for h in range(heads)]
         for a in range(layers)
@@ -168,10 +171,21 @@ def rounded(wanted: list[Fraction], total: int, low: int, high: int) -> list[int
 
 def check_structure(kept: Kept, spec: MethodSpec, shape: Shape, n: int) -> None:
     """What holds for every selection of every method."""
-    budget = spec.budget(n)
     assert kept.counts.shape == (shape.layers, shape.kv_heads)
     assert kept.counts.dtype == kept.positions.dtype == torch.int64
-    assert int(kept.counts.sum()) == len(kept.positions) == shape.layers * shape.kv_heads * budget
+    assert int(kept.counts.sum()) == len(kept.positions)
+    forced = set(range(min(spec.sinks, n))) | set(range(max(n - spec.recent, 0), n))
+    for layer in heads_of(kept):
+        for positions in layer:
+            assert all(a < b for a, b in pairwise(positions))
+            assert forced <= set(positions) <= set(range(n))
+    budget = spec.budget(n)
+    heads = shape.layers * shape.kv_heads
+    if spec.selector == "poisson" or (spec.name in METHODS and METHODS[spec.name].dynamic):
+        assert int(kept.counts.sum()) <= heads * budget
+        return
+    assert int(kept.counts.sum()) == heads * budget
+    assert min(spec.least, n) <= int(kept.counts.min()) <= int(kept.counts.max()) <= n
     if spec.counts == "uniform":
         assert (kept.counts == budget).all()
     if spec.counts in ("per_layer", "pyramid"):
@@ -181,11 +195,3 @@ def check_structure(kept: Kept, spec: MethodSpec, shape: Shape, n: int) -> None:
     if spec.counts == "within_layer":
         assert (kept.counts.sum(1) == shape.kv_heads * budget).all()
         assert int(kept.counts.min()) >= budget // 5
-    assert min(spec.forced, n) <= int(kept.counts.min()) <= int(kept.counts.max()) <= n
-    forced = set(range(min(spec.sinks, n))) | set(range(max(n - spec.recent, 0), n))
-    for layer in heads_of(kept):
-        for positions in layer:
-            assert all(a < b for a, b in pairwise(positions))
-            assert positions[0] >= 0
-            assert positions[-1] < n
-            assert forced <= set(positions)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from vllm.v1.request import Request
 
 from compressors import METHODS, MethodSpec
-from vericache.draft.arena import page_bound
+from vericache.draft.arena import kept_bound, page_bound
 from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
 from vericache.engine.ledger import CountPool, Fence, IdPool
@@ -114,6 +114,15 @@ class Reservations:
         record.tail_capacity = max(capacity, record.tail_capacity)
         return True
 
+    def trim(self, record: Detached, used: int) -> None:
+        """Give back what the compressed context, in ``used`` head pages, left of its reservation, but for a page a
+        head: compressed anew, as many tokens may be spread otherwise. A selection that fills its budget leaves
+        nothing."""
+        needed = used + self._heads * (1 + self.tails.strips(record.tail_capacity))
+        spare = max(0, record.arena_units - needed)
+        self.arena.release(spare)
+        record.arena_units -= spare
+
     def refit(self, record: Detached, spec: MethodSpec, wider: float | None) -> bool:
         """Reserve for compressing the context of a record anew, and set its ``spec``, with the ratio ``wider`` or the
         largest it has had. When the arena has no room for more, the latter shrinks so that the slot's pages suffice.
@@ -130,7 +139,9 @@ class Reservations:
         if self.arena.take(more):
             record.arena_units += more
         else:
-            spec = replace(spec, ratio=record.spec.budget(record.filled_at) / record.context)
+            pages = record.arena_units - self._heads * self.tails.strips(record.tail_capacity)
+            kept = min(spec.budget(record.context), kept_bound(pages, self._heads, self.tails.page_tokens))
+            spec = replace(spec, ratio=kept / record.context)
         record.spec = spec
         return True
 
