@@ -8,11 +8,12 @@ from vllm import SamplingParams
 
 from benchmarks.engine import summaries, tokens
 from compressors import METHODS
+from compressors.budget import COUNTS
 from tests.engine.harness import Harness
 from tests.reference import Reference, greedy
 from vericache.engine.sampling import row_seeds
 
-MODES = [(m.name, counts) for m in METHODS.values() for counts in m.counts]
+MODES = sorted({(m.name, m.default_counts) for m in METHODS.values()} | {("kvzip", counts) for counts in COUNTS})
 
 
 @pytest.fixture(scope="module")
