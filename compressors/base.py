@@ -124,6 +124,17 @@ class Scorer(ABC):
         """float32 ``[L, H, n]``, finite."""
 
 
+class LayerwiseScorer(Scorer):
+    """Writes its scores while it sees the layers, into ``_scores`` (float32 ``[L, H, n]``, zero at first)."""
+
+    def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
+        super().__init__(shape, num_tokens, spec)
+        self._scores = torch.zeros(shape.layers, shape.kv_heads, num_tokens)
+
+    def scores(self) -> Tensor:
+        return self._scores
+
+
 @dataclass(frozen=True)
 class Kept:
     """The selection, ragged over (layer, KV head): ``counts`` int64 ``[L, H]`` and ``positions`` int64
