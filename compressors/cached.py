@@ -10,6 +10,11 @@ from torch import Tensor
 LOGITS = 1 << 23  # float32 numbers held at a time
 
 
+def runs(num_tokens: int, width: int) -> tuple[Tensor, ...]:
+    """Positions 0 .. num_tokens - 1, cut so that ``width`` float32 numbers a token of a run stay below ``LOGITS``."""
+    return torch.arange(num_tokens).split(max(1, LOGITS // width))
+
+
 @dataclass(frozen=True)
 class Asked:
     """Cached tokens ``start .. stop - 1`` of a context, and what is asked about them: mean (SnapKV) or maximum (KVzip)

@@ -9,10 +9,21 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Shape
+from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Rotary, Shape
 from compressors.budget import kept_count
 
-SHAPE = Shape(layers=3, kv_heads=2, query_heads=6, head_dim=16)
+
+def rotary(rot: int, neox: bool = True, positions: int = 400) -> Rotary:
+    """Unscaled angles, as of a Llama model."""
+    angles = torch.arange(float(positions))[:, None] * 10000 ** (-torch.arange(0, rot, 2) / rot)
+    return Rotary(torch.cat([angles.cos(), angles.sin()], -1), neox)
+
+
+def shape_of(layers: int, kv_heads: int, group: int, head_dim: int) -> Shape:
+    return Shape(layers, kv_heads, kv_heads * group, head_dim, rotary(head_dim))
+
+
+SHAPE = shape_of(layers=3, kv_heads=2, group=3, head_dim=16)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
