@@ -6,12 +6,13 @@ from difflib import get_close_matches
 from compressors.base import Compressor, MethodSpec, Scorer, Shape
 from compressors.errors import MethodError
 from compressors.expected_attention import ExpectedAttention
+from compressors.h2o import H2O
 from compressors.kvzip import KVzip
 from compressors.random import Random
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, ExpectedAttention, KVzip, Random)}
+METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, ExpectedAttention, H2O, KVzip, Random)}
 
 
 def validate(spec: MethodSpec) -> type[Scorer]:
