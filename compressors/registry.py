@@ -9,10 +9,14 @@ from compressors.expected_attention import ExpectedAttention
 from compressors.h2o import H2O
 from compressors.kvzip import KVzip
 from compressors.random import Random
+from compressors.rocketkv import RocketKV
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
+from compressors.tova import TOVA
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, ExpectedAttention, H2O, KVzip, Random)}
+METHODS: dict[str, type[Scorer]] = {
+    m.name: m for m in (StreamingLLM, SnapKV, RocketKV, TOVA, ExpectedAttention, H2O, KVzip, Random)
+}
 
 
 def validate(spec: MethodSpec) -> type[Scorer]:

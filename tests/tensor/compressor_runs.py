@@ -105,6 +105,19 @@ def reader(context: Context, layer: int, dtype: torch.dtype, asked: list[Tensor]
     return CachedTokens(keys, lambda positions: checked(context.values[layer], positions))
 
 
+def full_attention(context: Context) -> Tensor:
+    """Causal attention of every query head over repeated KV heads, float64 ``[L, Hq, n, n]``."""
+    n = len(context.tokens)
+    keys = context.keys.double().repeat_interleave(context.shape.group, 1)  # repeat_kv: query head a reads a // G
+    logits = context.queries.double() @ keys.transpose(2, 3) * context.scale
+    return logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+
+
+def group_mean(context: Context, per_query_head: Tensor) -> Tensor:
+    """``[L, Hq, ...]`` -> ``[L, H, ...]``."""
+    return per_query_head.unflatten(1, (context.shape.kv_heads, context.shape.group)).mean(2)
+
+
 # -- brute force -----------------------------------------------------------------------------------------
 
 

@@ -1,22 +1,17 @@
 """H2O against the column sums of the full attention matrix."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
 from compressors import METHODS, MethodError, MethodSpec, create, validate
-from tests.tensor.compressor_runs import SHAPE, Context, drive, shape_of
+from tests.tensor.compressor_runs import SHAPE, Context, drive, full_attention, group_mean, shape_of
 
 
 def reference(context: Context, normalize: bool) -> Tensor:
     """float64 ``[L, H, n]``, by ``repeat_kv`` and the whole ``[n, n]`` matrix."""
-    shape, n = context.shape, len(context.tokens)
-    keys = context.keys.double().repeat_interleave(shape.group, 1)
-    logits = context.queries.double() @ keys.transpose(2, 3) * context.scale
-    attention = logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
-    received = attention.view(shape.layers, shape.kv_heads, shape.group, n, n).sum(3).mean(2)
+    n = len(context.tokens)
+    received = group_mean(context, full_attention(context).sum(2))
     seen_by = torch.tensor([n - i for i in range(n)])
     return received / seen_by if normalize else received
 
