@@ -7,7 +7,11 @@ from compressors.base import Compressor, MethodSpec, Scorer, Shape
 from compressors.errors import MethodError
 from compressors.expected_attention import ExpectedAttention
 from compressors.h2o import H2O
+from compressors.keydiff import KeyDiff
+from compressors.knorm import KNorm
 from compressors.kvzip import KVzip
+from compressors.lagkv import LagKV
+from compressors.qfilter import QFilter
 from compressors.random import Random
 from compressors.rocketkv import RocketKV
 from compressors.snapkv import SnapKV
@@ -15,8 +19,11 @@ from compressors.streaming_llm import StreamingLLM
 from compressors.tova import TOVA
 
 METHODS: dict[str, type[Scorer]] = {
-    m.name: m for m in (StreamingLLM, SnapKV, RocketKV, TOVA, ExpectedAttention, H2O, KVzip, Random)
-}
+    method.name: method
+    for method in (
+        StreamingLLM, SnapKV, RocketKV, TOVA, ExpectedAttention, QFilter, H2O, KVzip, KNorm, KeyDiff, LagKV, Random
+    )
+}  # fmt: skip
 
 
 def validate(spec: MethodSpec) -> type[Scorer]:
