@@ -13,6 +13,7 @@ from compressors.kvzip import KVzip
 from compressors.lagkv import LagKV
 from compressors.qfilter import QFilter
 from compressors.random import Random
+from compressors.rkv import RKV
 from compressors.rocketkv import RocketKV
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
@@ -21,7 +22,7 @@ from compressors.tova import TOVA
 METHODS: dict[str, type[Scorer]] = {
     method.name: method
     for method in (
-        StreamingLLM, SnapKV, RocketKV, TOVA, ExpectedAttention, QFilter, H2O, KVzip, KNorm, KeyDiff, LagKV, Random
+        StreamingLLM, SnapKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip, KNorm, KeyDiff, LagKV, Random
     )
 }  # fmt: skip
 
