@@ -17,7 +17,9 @@ class KeyDiff(LayerwiseScorer):
     summary = "tokens whose keys differ from the mean key; needs no queries"
     query_aware = False
     reads_cache = True
-    counts: ClassVar[tuple[str, ...]] = ("uniform",)
+    counts: ClassVar[tuple[str, ...]] = ("uniform", "pyramid")
+    default_counts = "uniform"
+    selectors: ClassVar[tuple[str, ...]] = ("top",)
 
     def read(self, layer: int, cached: CachedTokens) -> None:
         positions = runs(self.num_tokens, self.shape.kv_heads * self.shape.head_dim)

@@ -14,7 +14,9 @@ class KNorm(LayerwiseScorer):
     summary = "tokens whose keys have a small norm; needs no queries"
     query_aware = False
     reads_cache = True
-    counts: ClassVar[tuple[str, ...]] = ("uniform",)
+    counts: ClassVar[tuple[str, ...]] = ("uniform", "pyramid")
+    default_counts = "uniform"
+    selectors: ClassVar[tuple[str, ...]] = ("top",)
 
     def read(self, layer: int, cached: CachedTokens) -> None:
         for at in runs(self.num_tokens, self.shape.kv_heads * self.shape.head_dim):

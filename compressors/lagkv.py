@@ -23,7 +23,9 @@ class LagKV(LayerwiseScorer):
     summary = "tokens that stand out against the next part of the context; needs no queries"
     query_aware = False
     reads_cache = True
-    counts: ClassVar[tuple[str, ...]] = ("uniform",)
+    counts: ClassVar[tuple[str, ...]] = ("uniform", "pyramid")
+    default_counts = "uniform"
+    selectors: ClassVar[tuple[str, ...]] = ("top",)
     options: ClassVar[Mapping[str, int]] = {"lag": 128}
 
     @classmethod

@@ -19,7 +19,9 @@ class QFilter(Replay):
     name = "qfilter"
     summary = "keys along the main direction of the context's queries"
     query_aware = False
-    counts: ClassVar[tuple[str, ...]] = ("uniform",)
+    counts: ClassVar[tuple[str, ...]] = ("uniform", "pyramid")
+    default_counts = "uniform"
+    selectors: ClassVar[tuple[str, ...]] = ("top",)
     length = "queries"
     options: ClassVar[Mapping[str, int]] = {"queries": 1024}
 

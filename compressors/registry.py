@@ -11,6 +11,7 @@ from compressors.keydiff import KeyDiff
 from compressors.knorm import KNorm
 from compressors.kvzip import KVzip
 from compressors.lagkv import LagKV
+from compressors.pyramidkv import PyramidKV
 from compressors.qfilter import QFilter
 from compressors.random import Random
 from compressors.rkv import RKV
@@ -22,24 +23,42 @@ from compressors.tova import TOVA
 METHODS: dict[str, type[Scorer]] = {
     method.name: method
     for method in (
-        StreamingLLM, SnapKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip, KNorm, KeyDiff, LagKV, Random
+        StreamingLLM, SnapKV, PyramidKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip, KNorm, KeyDiff,
+        LagKV, Random,
     )
 }  # fmt: skip
 
 
+def find(name: str) -> type[Scorer]:
+    """The method of that name. Raises MethodError with the nearest one."""
+    _known("compressor", name, METHODS)
+    return METHODS[name]
+
+
 def validate(spec: MethodSpec) -> type[Scorer]:
     """The scorer class of ``spec``. Raises MethodError with the nearest name or the allowed values."""
-    _known("compressor", spec.name, METHODS)
-    method = METHODS[spec.name]
+    method = find(spec.name)
     if spec.counts not in method.counts:
         raise MethodError(
             f"compressor {spec.name!r} cannot allocate counts {spec.counts!r}: "
             f"its scores allow {', '.join(method.counts)}"
         )
+    if spec.selector not in method.selectors:
+        raise MethodError(
+            f"compressor {spec.name!r} cannot select by {spec.selector!r}: "
+            f"its scores allow {', '.join(method.selectors)}"
+        )
+    if not (spec.power > 0 and 0 < spec.floor <= 1 and 0 <= spec.seed < 2**32):
+        raise MethodError(
+            f"a random selector takes power > 0, floor in (0, 1] and seed in 0..2**32 - 1, "
+            f"got {spec.power}, {spec.floor} and {spec.seed}"
+        )
     if not 0 < spec.ratio <= 1:
         raise MethodError(f"ratio must lie in (0, 1], got {spec.ratio}")
     if spec.sinks < 0 or spec.recent < 1:
         raise MethodError(f"sinks must be >= 0 and recent >= 1, got {spec.sinks} and {spec.recent}")
+    if not spec.beta >= 1:
+        raise MethodError(f"beta of a pyramid must be at least 1 (uniform counts), got {spec.beta}")
     for option, _ in spec.options:
         _known(f"{spec.name} option", option, method.options)
     method.check(spec)

@@ -32,6 +32,7 @@ class RKV(WindowReplay):
 
     name = "rkv"
     summary = "looked at by the last tokens and not repeated later; for long answers; query-aware"
+    selectors: ClassVar[tuple[str, ...]] = ("top",)
     options: ClassVar[Mapping[str, int]] = {
         "window": 8, "kernel": 7, "importance_percent": 10, "similar_percent": 50
     }  # fmt: skip

@@ -105,7 +105,7 @@ class DraftArena:
             ArenaFullError: the slot is empty afterwards, nothing else has changed.
         """
         self.drop(slot)
-        kept = Kept(kept.counts.cpu(), kept.positions)  # waits for the scores
+        kept = replace(kept, counts=kept.counts.cpu())  # waits for the scores
         need = pages_per_head(kept.counts, self.page_tokens)
         pages = self.pool.take(int(need.sum()))
         try:
