@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from compressors.base import Compressor, MethodSpec, Scorer, Shape
+from compressors.duo_attention import DuoAttention
 from compressors.errors import MethodError
 from compressors.expected_attention import ExpectedAttention
 from compressors.h2o import H2O
@@ -23,8 +24,8 @@ from compressors.tova import TOVA
 METHODS: dict[str, type[Scorer]] = {
     method.name: method
     for method in (
-        StreamingLLM, SnapKV, PyramidKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip, KNorm, KeyDiff,
-        LagKV, Random,
+        StreamingLLM, SnapKV, PyramidKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip,
+        DuoAttention, KNorm, KeyDiff, LagKV, Random,
     )
 }  # fmt: skip
 
