@@ -25,8 +25,8 @@ class DuoAttention(KVzip):
     and that one keeps what is left of the total. Where the total does not even hold the streams, all shrink alike, and
     the method is StreamingLLM.
 
-    kvpress 0.5.5 masks a given share of heads, with labels learned for six models, or with what mean queries pay to mean
-    keys; the paper streams 128 sinks and 256 recent tokens.
+    kvpress 0.5.5 masks a given share of heads, by labels learned for six models or by what mean queries pay to mean
+    keys; the published heads stream 128 sinks and 256 recent tokens.
     """
 
     name = "duo_attention"
