@@ -154,6 +154,17 @@ class Scorer(ABC):
         raise NotImplementedError(f"{self.name} keeps what the ratio says")
 
 
+class LayerwiseScorer(Scorer):
+    """Writes its scores while it sees the layers, into ``_scores`` (float32 ``[L, H, n]``, zero at first)."""
+
+    def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
+        super().__init__(shape, num_tokens, spec)
+        self._scores = torch.zeros(shape.layers, shape.kv_heads, num_tokens)
+
+    def scores(self) -> Tensor:
+        return self._scores
+
+
 class Compressor:
     """scorer x budget x selector for one request of ``num_tokens`` context tokens."""
 

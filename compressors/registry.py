@@ -5,14 +5,30 @@ from difflib import get_close_matches
 
 from compressors.base import Compressor, MethodSpec, Scorer, Shape
 from compressors.dbudgetkv import DBudgetKV
+from compressors.duo_attention import DuoAttention
 from compressors.errors import MethodError
+from compressors.expected_attention import ExpectedAttention
+from compressors.h2o import H2O
+from compressors.keydiff import KeyDiff
+from compressors.knorm import KNorm
 from compressors.kvzip import KVzip
+from compressors.lagkv import LagKV
 from compressors.pyramidkv import PyramidKV
+from compressors.qfilter import QFilter
 from compressors.random import Random
+from compressors.rkv import RKV
+from compressors.rocketkv import RocketKV
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
+from compressors.tova import TOVA
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, PyramidKV, DBudgetKV, KVzip, Random)}
+METHODS: dict[str, type[Scorer]] = {
+    method.name: method
+    for method in (
+        StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O,
+        KVzip, DuoAttention, KNorm, KeyDiff, LagKV, Random,
+    )
+}  # fmt: skip
 
 
 def find(name: str) -> type[Scorer]:

@@ -9,9 +9,20 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Shape
+from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Rotary, Shape
 
-SHAPE = Shape(layers=3, kv_heads=2, query_heads=6, head_dim=16)
+
+def rotary(rot: int, neox: bool = True, positions: int = 400) -> Rotary:
+    """Unscaled angles, as of a Llama model."""
+    angles = torch.arange(float(positions))[:, None] * 10000 ** (-torch.arange(0, rot, 2) / rot)
+    return Rotary(torch.cat([angles.cos(), angles.sin()], -1), neox)
+
+
+def shape_of(layers: int, kv_heads: int, group: int, head_dim: int) -> Shape:
+    return Shape(layers, kv_heads, kv_heads * group, head_dim, rotary(head_dim))
+
+
+SHAPE = shape_of(layers=3, kv_heads=2, group=3, head_dim=16)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -91,6 +102,19 @@ def reader(context: Context, layer: int, dtype: torch.dtype, asked: list[Tensor]
         return checked(context.keys[layer], positions)
 
     return CachedTokens(keys, lambda positions: checked(context.values[layer], positions))
+
+
+def full_attention(context: Context) -> Tensor:
+    """Causal attention of every query head over repeated KV heads, float64 ``[L, Hq, n, n]``."""
+    n = len(context.tokens)
+    keys = context.keys.double().repeat_interleave(context.shape.group, 1)  # repeat_kv: query head a reads a // G
+    logits = context.queries.double() @ keys.transpose(2, 3) * context.scale
+    return logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+
+
+def group_mean(context: Context, per_query_head: Tensor) -> Tensor:
+    """``[L, Hq, ...]`` -> ``[L, H, ...]``."""
+    return per_query_head.unflatten(1, (context.shape.kv_heads, context.shape.group)).mean(2)
 
 
 # -- brute force -----------------------------------------------------------------------------------------

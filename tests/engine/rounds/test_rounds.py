@@ -26,7 +26,7 @@ def test_rounds_equal_the_prediction(
     engine: Harness, reference: Reference, texts: dict[str, list[int]], compressor: str, counts: str
 ) -> None:
     names = ["continue_code", "continue_prose", "summarise"]
-    options = {"chunk": 100} if compressor == "kvzip" else {}
+    options = {"chunk": 100} if "chunk" in METHODS[compressor].options else {}
     engine.configure(compressor=compressor, counts=counts, draft_length=12, compressor_options=options)
     params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
     with engine.recorded_kept() as kept:
