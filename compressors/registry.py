@@ -4,28 +4,63 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from compressors.base import Compressor, MethodSpec, Scorer, Shape
+from compressors.dbudgetkv import DBudgetKV
+from compressors.duo_attention import DuoAttention
 from compressors.errors import MethodError
+from compressors.expected_attention import ExpectedAttention
+from compressors.h2o import H2O
+from compressors.keydiff import KeyDiff
+from compressors.knorm import KNorm
 from compressors.kvzip import KVzip
+from compressors.lagkv import LagKV
+from compressors.pyramidkv import PyramidKV
+from compressors.qfilter import QFilter
 from compressors.random import Random
+from compressors.rkv import RKV
+from compressors.rocketkv import RocketKV
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
+from compressors.tova import TOVA
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, KVzip, Random)}
+METHODS: dict[str, type[Scorer]] = {
+    method.name: method
+    for method in (
+        StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O,
+        KVzip, DuoAttention, KNorm, KeyDiff, LagKV, Random,
+    )
+}  # fmt: skip
+
+
+def find(name: str) -> type[Scorer]:
+    """The method of that name. Raises MethodError with the nearest one."""
+    _known("compressor", name, METHODS)
+    return METHODS[name]
 
 
 def validate(spec: MethodSpec) -> type[Scorer]:
     """The scorer class of ``spec``. Raises MethodError with the nearest name or the allowed values."""
-    _known("compressor", spec.name, METHODS)
-    method = METHODS[spec.name]
+    method = find(spec.name)
     if spec.counts not in method.counts:
         raise MethodError(
             f"compressor {spec.name!r} cannot allocate counts {spec.counts!r}: "
             f"its scores allow {', '.join(method.counts)}"
         )
+    if spec.selector not in method.selectors:
+        raise MethodError(
+            f"compressor {spec.name!r} cannot select by {spec.selector!r}: "
+            f"its scores allow {', '.join(method.selectors)}"
+        )
+    if not (spec.power > 0 and 0 < spec.floor <= 1 and 0 <= spec.seed < 2**32):
+        raise MethodError(
+            f"a random selector takes power > 0, floor in (0, 1] and seed in 0..2**32 - 1, "
+            f"got {spec.power}, {spec.floor} and {spec.seed}"
+        )
     if not 0 < spec.ratio <= 1:
         raise MethodError(f"ratio must lie in (0, 1], got {spec.ratio}")
     if spec.sinks < 0 or spec.recent < 1:
         raise MethodError(f"sinks must be >= 0 and recent >= 1, got {spec.sinks} and {spec.recent}")
+    if not spec.beta >= 1:
+        raise MethodError(f"beta of a pyramid must be at least 1 (uniform counts), got {spec.beta}")
     for option, _ in spec.options:
         _known(f"{spec.name} option", option, method.options)
     method.check(spec)

@@ -22,9 +22,9 @@ def filled(form: str, page_tokens: int, dtype: torch.dtype, shape: Shape) -> tup
     the tail tokens of each slot."""
     pages = page_format(form, page_tokens, shape.head_dim, dtype)
     arenas = [DraftArena(shape, 600, pages, device) for device in ("cpu", DEVICE)]
-    tables = arenas[1].with_tables(4, 512)
+    tables = arenas[1].with_tables(4, 1024)
     rng = torch.Generator().manual_seed(page_tokens)
-    context, tails = 150, [0, 1, 2 * page_tokens + 3, 70]
+    context, tails = 150, [0, 1, 2 * page_tokens + 3, page_tokens + 6]
     for slot, tail in enumerate(tails):
         counts = torch.randint(1, context, (shape.layers, shape.kv_heads), generator=rng)
         counts[0, 0] = context
@@ -59,7 +59,7 @@ def filled(form: str, page_tokens: int, dtype: torch.dtype, shape: Shape) -> tup
 @pytest.mark.parametrize("form", ["turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2"])
 @pytest.mark.parametrize("programs", [1, 7])
 def test_packed_attention(form: str, programs: int) -> None:
-    check(form, 32, torch.float32, SHAPE, programs)
+    check(form, 64, torch.float32, SHAPE, programs)
 
 
 @pytest.mark.parametrize("form", ["turboquant4", "kivi2"])
@@ -67,9 +67,9 @@ def test_half_precision(form: str) -> None:
     check(form, 32, HALF, Shape(1, 2, 8, 64), 5)
 
 
-@pytest.mark.parametrize("page_tokens", [16, 64, 128])
+@pytest.mark.parametrize("page_tokens", [32, 128, 256])
 def test_page_sizes(page_tokens: int) -> None:
-    """Pages smaller than a tile of the tail, and larger ones than a tile of codes."""
+    """Pages of few tokens, and of more than one tensor core takes."""
     check("turboquant4", page_tokens, torch.float32, Shape(1, 2, 4, 128), 3)
 
 
@@ -83,7 +83,7 @@ def check(form: str, page_tokens: int, dtype: torch.dtype, shape: Shape, program
     assert tables is not None
     row_slot, tail_len = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (slots, lengths))
     starts = segment_starts(tables, row_slot, tail_len)
-    scratch = Scratch.of(programs, shape.group, shape.head_dim, DEVICE, 1)
+    scratch = Scratch.of(programs, len(slots), shape.kv_heads, shape.group, tables.format, DEVICE, 1)
     tokens = torch.arange(len(slots), dtype=torch.int32, device=DEVICE)
     drafts = [i for i, s in enumerate(slots) if s >= 0]
     work = reference.work([slots[i] for i in drafts], [lengths[i] for i in drafts])

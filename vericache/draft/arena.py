@@ -113,7 +113,7 @@ class DraftArena:
             CompressionError: tokens cannot be packed; the same.
         """
         self.drop(slot)
-        kept = Kept(kept.counts.cpu(), kept.positions)  # waits for the scores
+        kept = replace(kept, counts=kept.counts.cpu())  # waits for the scores
         need = pages_per_head(kept.counts, self.page_tokens)
         pages = self.pool.take(int(need.sum()))
         rounding = None
@@ -280,3 +280,8 @@ def page_bound(kept_per_head: int, heads: int, page_tokens: int) -> int:
     """The most head pages that ``heads * kept_per_head`` kept token-heads can take, however they are spread over the
     ``heads = L * H``. Known before any score is, so that a slot can be reserved all-or-nothing."""
     return (heads * kept_per_head + heads * (page_tokens - 1)) // page_tokens
+
+
+def kept_bound(pages: int, heads: int, page_tokens: int) -> int:
+    """The most kept tokens per head that always fit into ``pages``: the inverse of ``page_bound``."""
+    return (page_tokens * (pages + 1) - 1 - heads * (page_tokens - 1)) // heads

@@ -316,6 +316,7 @@ class Coordinator:
         if not record.anew:
             record.blocks = self.blocks.detach(record.request) + record.blocks
         self.reserved.give_blocks(record)
+        self.reserved.trim(record, head_pages)
         record.filled_at = record.base = record.context
         record.folded = 0
         record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0

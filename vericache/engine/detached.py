@@ -80,6 +80,7 @@ class Detached:
             "recoveries": self.recoveries,
             "compressor": self.spec.name,
             "counts": self.spec.counts,
+            "selector": self.spec.selector,
             "ratio": self.spec.ratio,
             "compressed_fraction": round(self.compressed_bytes / self.full_bytes, 4),
             **simulated,

@@ -100,16 +100,18 @@ def check_kernels(pages: PageFormat) -> None:
         raise UnsupportedError(
             f"the model's head size is {head_size}, the kernels that draft on a GPU take powers of two; use plain vLLM"
         )
-    if tokens & (tokens - 1) or (pages.packed and tokens < 16):
-        raise ConfigError(
-            f"page_tokens is {tokens}, on a GPU it must be a power of two, and at least 16 where pages are packed; "
-            f"set it to 32, 64 or 128"
-        )
-    if pages.packed and head_size * (2 if pages.bits == 3 else pages.bits) < 128:
-        raise ConfigError(
-            f"page_format packs heads of size {head_size} into {pages.bits} bits, the kernels that draft on a GPU take "
-            f"such pages from head size {64 if pages.bits < 4 else 32} on; set page_format to plain"
-        )
+    if tokens & (tokens - 1):
+        raise ConfigError(f"page_tokens is {tokens}, on a GPU it must be a power of two; set it to 32, 64 or 128")
+    bits = 2 if pages.bits == 3 else pages.bits
+    for what, size, remedy in (
+        ("heads of size", head_size, "set page_format to plain"),
+        ("pages of page_tokens", tokens, f"set page_tokens to {128 // bits}, or page_format to plain"),
+    ):
+        if pages.packed and size * bits < 128:
+            raise ConfigError(
+                f"page_format packs {pages.bits} bits, which the kernels that draft on a GPU take from {128 // bits} "
+                f"tokens and dimensions on, got {what} {size}; {remedy}"
+            )
 
 
 def check_pool(settings: VeriCacheConfig, plan: MemoryPlan, bounds: Bounds) -> None:

@@ -28,10 +28,10 @@ def page_format(name: str, page_tokens: int, head_dim: int, dtype: torch.dtype) 
     Raises:
         ConfigError: heads or pages of this size do not fit the format.
     """
-    if name != "plain" and (head_dim % 8 or page_tokens % 2):
+    if name != "plain" and (head_dim % 8 or page_tokens % 8):
         raise ConfigError(
-            f"page_format {name} packs heads whose size is a multiple of 8 into pages of an even number of tokens, got "
-            f"head size {head_dim} and page_tokens {page_tokens}; set page_format to plain"
+            f"page_format {name} packs heads and pages whose sizes are multiples of 8, got head size {head_dim} and "
+            f"page_tokens {page_tokens}; set page_tokens to 32, or page_format to plain"
         )
     found = FORMATS[name](page_tokens, head_dim, dtype)
     found.name = name

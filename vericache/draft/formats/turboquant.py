@@ -12,7 +12,8 @@ from vericache.draft.formats.rotation import rotation
 
 class TurboQuant(PageFormat):
     """TurboQuant (arXiv 2504.19874): every token is rotated, scaled to unit variance and rounded to one of 2^b levels;
-    stored are the codes and the scale, ``norm / sqrt(D)``, in float16.
+    stored are the codes and the scale, ``norm / sqrt(D)``, in float16, a token's two side by side. Codes of values lie
+    dimension by dimension, since attention sums them over tokens.
 
     The levels are the best *uniform* ones for a normal distribution (Max 1960) instead of the paper's Lloyd-Max code:
     codes are then numbers, and attention multiplies by them as they are. Their error is 1.2 times as large with 4 bits,
@@ -34,8 +35,9 @@ class TurboQuant(PageFormat):
         return x @ rotation(self.head_dim, x.device)
 
     def encode(self, keys: Tensor, values: Tensor, counts: Tensor) -> Tensor:
-        codes, scales = zip(*(self._encode(x) for x in (keys, values)), strict=True)
-        return self._pages(*(pack(c, self.bits) for c in codes), *scales)
+        (keys, key_scale), (values, value_scale) = (self._encode(x) for x in (keys, values))
+        scales = torch.stack([key_scale, value_scale], -1)
+        return self._pages(pack(keys, self.bits), pack(values.transpose(1, 2), self.bits), scales)
 
     def _encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         turned = self.turn(x.float())
@@ -45,8 +47,9 @@ class TurboQuant(PageFormat):
 
     def decode(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         size, n = self.code_bytes, self.page_tokens
-        scales = pages[:, 2 * size : 2 * size + 4 * n].contiguous().view(torch.float16).float() * self.step
-        return self._decode(pages[:, :size], scales[:, :n]), self._decode(pages[:, size : 2 * size], scales[:, n:])
-
-    def _decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return unpack(codes, self.bits, self.page_tokens).float().sub_(self.middle).mul_(scale[..., None])
+        scales = pages[:, 2 * size : 2 * size + 4 * n].contiguous().view(torch.float16).view(-1, n, 1, 2).float()
+        keys = unpack(pages[:, :size], self.bits, n)
+        values = unpack(pages[:, size : 2 * size], self.bits, self.head_dim).transpose(1, 2)
+        return tuple(
+            codes.float().sub_(self.middle).mul_(scales[..., i] * self.step) for i, codes in enumerate((keys, values))
+        )
