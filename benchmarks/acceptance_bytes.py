@@ -22,7 +22,7 @@ from benchmarks.report import RESULTS, figure, machine, save, table
 from vericache.demo.worker import ENVIRONMENT
 
 NAME = "acceptance-bytes"
-FORMATS = ("plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2")
+FORMATS = ("plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2", "rotatekv4", "rotatekv2")
 RECENT, PAGE = 32, 32
 
 

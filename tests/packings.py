@@ -54,6 +54,25 @@ def turboquant(bits: int, page_tokens: int, keep: int) -> Packing:
     return Packing(lambda keys, values: (rounded(keys), rounded(values)), page_tokens, keep)
 
 
+def rotatekv(bits: int, page_tokens: int, keep: int) -> Packing:
+    def rounded(x: Tensor) -> Tensor:
+        """Every token in a range of its own, behind a Hadamard matrix written down by its definition."""
+        sizes = [int(s) << i for i, s in enumerate(reversed(f"{x.shape[-1]:b}"))][::-1]
+        blocks = [
+            torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]) / size**0.5
+            for size in sizes
+            if size
+        ]
+        matrix = torch.block_diag(*blocks).double()
+        y = x.double() @ matrix
+        low, high = y.amin(-1, keepdim=True).float(), y.amax(-1, keepdim=True).float()
+        scale = ((high - low) / (2**bits - 1)).half().clamp(min=6e-8).double()
+        zero = low.half().double()
+        return ((((y - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero) @ matrix).float()
+
+    return Packing(lambda keys, values: (rounded(keys), rounded(values)), page_tokens, keep)
+
+
 def kivi(bits: int, page_tokens: int, keep: int) -> Packing:
     """Pages are whole groups of 32 tokens."""
 

@@ -65,9 +65,9 @@ class VeriCacheConfig(BaseModel):
     compressor_options: dict[str, int] = Field({}, description="options of the method, for example kvzip: chunk")
     arena_fraction: float = Field(0.5, gt=0, lt=1, description="share of the KV memory budget given to the draft arena")
     page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
-    page_format: Literal["plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2"] = Field(
-        "plain", description="how the arena stores tokens: the model's dtype, or packed into so many bits"
-    )
+    page_format: Literal[
+        "plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2", "rotatekv4", "rotatekv2"
+    ] = Field("plain", description="how the arena stores tokens: the model's dtype, or packed into so many bits")
     tail_tokens: int = Field(512, ge=1, description="tokens behind the compressed context before it is compressed anew")
     host_memory_gib: float = Field(4.0, gt=0, description="host memory for the full KV of drafting requests")
     iteration_seconds: float | None = Field(None, gt=0, description="fix T_iter of the BW ring instead of measuring it")

@@ -93,6 +93,7 @@ class DraftArena:
     def with_tables(self, slots: int, max_tokens: int) -> ArenaTables:
         """Keep device tables for ``slots`` slots of up to ``max_tokens`` tokens; before any slot is filled."""
         assert not self.slots
+        assert self.format.kernel, "refused before an engine starts (engine.support.check_kernels)"
         self.tables = ArenaTables.empty(self.format, self.pool, slots, self.shape, max_tokens)
         return self.tables
 
@@ -152,13 +153,14 @@ class DraftArena:
             held.tail = torch.cat([held.tail, strips])
 
     def fold(self, slot: int, strips: int) -> None:
-        """Pack the first ``strips * page_tokens`` tail tokens. The caller's base grows by as many."""
+        """Pack the first ``strips * page_tokens`` tail tokens. The caller's base grows by as many. Numbers that are not
+        finite become 0: a fold cannot be refused, and only drafts read it."""
         held, per_strip = self.slots[slot], self.page_tokens // self.tail_page_tokens
         leaving, held.tail = held.tail[: strips * per_strip], held.tail[strips * per_strip :]
         device = self.pool.data.device
         exact = self.pool.data[to_device(leaving.long(), device)]  # [strips * per_strip, L, H, 2, TT, D]
         exact = exact.unflatten(0, (strips, per_strip)).permute(0, 2, 3, 4, 1, 5, 6)
-        exact = exact.reshape(-1, 2, self.page_tokens, self.shape.head_dim)
+        exact = exact.reshape(-1, 2, self.page_tokens, self.shape.head_dim).nan_to_num(0.0, 0.0, 0.0)
         self.pool.release(leaving)
         new = self._take_strips(strips)
         full = torch.full((len(exact),), self.page_tokens, device=device)

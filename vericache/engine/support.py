@@ -83,6 +83,11 @@ def _has_windows(config: Any) -> bool:
 def check_kernels(pages: PageFormat) -> None:
     """The GPU kernels hold whole heads and pages in blocks whose sides are powers of two, and multiply packed parts of
     at least 16 tokens or dimensions. Raises UnsupportedError or ConfigError."""
+    if not pages.kernel:
+        raise ConfigError(
+            f"page_format {pages.name} has no attention kernel for GPUs yet, only the CPU drafts on such pages; set "
+            f"page_format to turboquant{pages.bits}"
+        )
     head_size, tokens = pages.head_dim, pages.page_tokens
     if head_size & (head_size - 1):
         raise UnsupportedError(

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from benchmarks.engine import summaries, tokens
 from tests.engine.harness import ENGINE, Harness
 from tests.engine.packed.conftest import RECENT
-from tests.packings import kivi, turboquant
+from tests.packings import kivi, rotatekv, turboquant
 from tests.reference import Reference, greedy
 from vericache.demo.worker import Job, run_in_process
 
@@ -33,6 +33,7 @@ def plain(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[int]]:
 ORACLES = {
     **{f"turboquant{bits}": turboquant(bits, PAGE, RECENT) for bits in (4, 3, 2)},
     **{f"kivi{bits}": kivi(bits, PAGE, RECENT) for bits in (4, 2)},
+    "rotatekv4": rotatekv(4, PAGE, RECENT),
 }
 
 

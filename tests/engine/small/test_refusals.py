@@ -170,6 +170,8 @@ def test_what_the_gpu_kernels_cannot_hold() -> None:
         check_kernels(page_format("turboquant2", 64, 32, torch.float16))
     check_kernels(page_format("turboquant4", 32, 32, torch.float16))
     check_kernels(page_format("turboquant3", 64, 64, torch.float16))
+    with pytest.raises(ConfigError, match="rotatekv2 has no attention kernel"):
+        check_kernels(page_format("rotatekv2", 32, 64, torch.float16))
 
 
 def test_no_row_left_for_requests() -> None:
