@@ -1,4 +1,4 @@
-"""The methods by name. A new method is one file and one entry here."""
+"""The methods by name. A new method is one file and one entry here, or an entry point of another distribution."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -7,12 +7,14 @@ from compressors.base import Compressor, MethodSpec, Scorer, Shape
 from compressors.dbudgetkv import DBudgetKV
 from compressors.errors import MethodError
 from compressors.kvzip import KVzip
+from compressors.plugins import Methods
 from compressors.pyramidkv import PyramidKV
 from compressors.random import Random
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, PyramidKV, DBudgetKV, KVzip, Random)}
+BUILTIN: tuple[type[Scorer], ...] = (StreamingLLM, SnapKV, PyramidKV, DBudgetKV, KVzip, Random)
+METHODS = Methods(BUILTIN)
 
 
 def find(name: str) -> type[Scorer]:
