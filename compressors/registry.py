@@ -65,6 +65,8 @@ def create(spec: MethodSpec, shape: Shape, num_tokens: int) -> Compressor:
     """A compressor for one request of ``num_tokens`` context tokens. Raises MethodError as ``validate`` does, and where
     the method needs something of the model that ``shape`` does not have."""
     method = validate(spec)
+    if num_tokens < 1:
+        raise MethodError(f"{spec.name} was given a context of {num_tokens} tokens, expected at least 1 to keep")
     if method.needs_rotary and shape.rotary is None:
         raise MethodError(
             f"{spec.name} turns keys and queries to other positions, and this model has no single rotary embedding "
