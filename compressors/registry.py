@@ -24,8 +24,8 @@ from compressors.streaming_llm import StreamingLLM
 from compressors.tova import TOVA
 
 BUILTIN: tuple[type[Scorer], ...] = (
-    StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip, DuoAttention,
-    KNorm, KeyDiff, LagKV, Random,
+    StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip,
+    DuoAttention, KNorm, KeyDiff, LagKV, Random,
 )  # fmt: skip
 METHODS = Methods(BUILTIN)
 
