@@ -1,4 +1,4 @@
-"""The methods by name. A new method is one file and one entry here."""
+"""The methods by name. A new method is one file and one entry here, or an entry point of another distribution."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -13,6 +13,7 @@ from compressors.keydiff import KeyDiff
 from compressors.knorm import KNorm
 from compressors.kvzip import KVzip
 from compressors.lagkv import LagKV
+from compressors.plugins import Methods
 from compressors.pyramidkv import PyramidKV
 from compressors.qfilter import QFilter
 from compressors.random import Random
@@ -22,13 +23,11 @@ from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
 from compressors.tova import TOVA
 
-METHODS: dict[str, type[Scorer]] = {
-    method.name: method
-    for method in (
-        StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O,
-        KVzip, DuoAttention, KNorm, KeyDiff, LagKV, Random,
-    )
-}  # fmt: skip
+BUILTIN: tuple[type[Scorer], ...] = (
+    StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip,
+    DuoAttention, KNorm, KeyDiff, LagKV, Random,
+)  # fmt: skip
+METHODS = Methods(BUILTIN)
 
 
 def find(name: str) -> type[Scorer]:
@@ -79,6 +78,8 @@ def create(spec: MethodSpec, shape: Shape, num_tokens: int) -> Compressor:
     """A compressor for one request of ``num_tokens`` context tokens. Raises MethodError as ``validate`` does, and where
     the method needs something of the model that ``shape`` does not have."""
     method = validate(spec)
+    if num_tokens < 1:
+        raise MethodError(f"{spec.name} was given a context of {num_tokens} tokens, expected at least 1 to keep")
     if method.needs_rotary and shape.rotary is None:
         raise MethodError(
             f"{spec.name} turns keys and queries to other positions, and this model has no single rotary embedding "

@@ -45,7 +45,7 @@ class Coordinator:
         plan: MemoryPlan,
         blocks: DeviceBlocks,
         bounds: Bounds,
-        texts: Mapping[str, Sequence[int]],
+        texts: Mapping[str, Mapping[str, Sequence[int]]],
         grammars: Grammars,
     ) -> None:
         self.plan, self.blocks, self.bounds, self.texts = plan, blocks, bounds, texts
@@ -152,6 +152,8 @@ class Coordinator:
     def _fitted(self, request: Request) -> MethodSpec:
         """The request's method with scoring rows that fit in a step and behind the context."""
         config = self.asked(request).config
+        if config.compressor not in self.texts:  # the front door refuses it
+            raise MethodError(f"this server lets no client choose compressor {config.compressor!r}")
         room = min(self.demotion.scoring_room, self.bounds.max_model_len - request.num_tokens - 1)
         return METHODS[config.compressor].fit(config.method, room)
 

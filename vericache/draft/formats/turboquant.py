@@ -12,8 +12,8 @@ from vericache.draft.formats.rotation import rotation
 
 class TurboQuant(PageFormat):
     """TurboQuant (arXiv 2504.19874): every token is rotated, scaled to unit variance and rounded to one of 2^b levels;
-    stored are the codes and the scale, ``norm / sqrt(D)``, in float16, a token's two side by side. Codes of values lie
-    dimension by dimension, since attention sums them over tokens.
+    stored are the codes and the scale, ``norm / sqrt(D)``, in float16, a token's two side by side. Values lie dimension
+    by dimension, since attention sums them over tokens.
 
     The levels are the best *uniform* ones for a normal distribution (Max 1960) instead of the paper's Lloyd-Max code:
     codes are then numbers, and attention multiplies by them as they are. Their error is 1.2 times as large with 4 bits,
@@ -50,6 +50,7 @@ class TurboQuant(PageFormat):
         scales = pages[:, 2 * size : 2 * size + 4 * n].contiguous().view(torch.float16).view(-1, n, 1, 2).float()
         keys = unpack(pages[:, :size], self.bits, n)
         values = unpack(pages[:, size : 2 * size], self.bits, self.head_dim).transpose(1, 2)
-        return tuple(
-            codes.float().sub_(self.middle).mul_(scales[..., i] * self.step) for i, codes in enumerate((keys, values))
-        )
+        return self._decode(keys, scales[..., 0]), self._decode(values, scales[..., 1])
+
+    def _decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.float().sub_(self.middle).mul_(scale * self.step)
