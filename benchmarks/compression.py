@@ -87,8 +87,11 @@ def one(case: Case, repeats: int) -> dict[str, list[float]]:
             for index, probe in enumerate(probes):
                 rows = slice(len(probe.tokens))
                 for layer, cache in enumerate(caches):
-                    keys = layout.keys(cache, order)
-                    compressor.observe(layer, index, query[rows], key[rows], keys, shape.head_dim**-0.5)
+                    cached = layout.tokens(cache, order)
+                    compressor.observe(layer, index, query[rows], key[rows], cached, shape.head_dim**-0.5)
+            if compressor.reads_cache:
+                for layer, cache in enumerate(caches):
+                    compressor.read(layer, layout.tokens(cache, order))
         with device, watch.phase("select"):
             selection = compressor.select()
         with watch.phase("fill"):

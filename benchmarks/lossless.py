@@ -26,9 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import lossless_report as report
 from benchmarks.report import RESULTS
 from compressors import METHODS
+from compressors.budget import COUNTS
 from vericache.demo.worker import ENVIRONMENT
-
-COUNTS = ("uniform", "per_layer", "per_head")
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,26 @@ Notation in docstrings: L layers, H KV heads, G query heads per KV head (``Hq = 
 n context tokens. Scores are float32 ``[L, H, n]``, larger is more important.
 """
 
-from compressors.base import Compressor, Kept, MethodError, MethodSpec, Probe, Scorer, Shape
-from compressors.keys import Asked, CachedKeys
-from compressors.registry import METHODS, create, describe, validate
+from compressors.base import Compressor, Kept, MethodSpec, Probe, Scorer, Shape
+from compressors.cached import Asked, CachedTokens
+from compressors.errors import MethodError
+from compressors.registry import METHODS, create, describe, find, validate
+from compressors.rotary import Rotary
 
 __all__ = [
     "METHODS",
     "Asked",
-    "CachedKeys",
+    "CachedTokens",
     "Compressor",
     "Kept",
     "MethodError",
     "MethodSpec",
     "Probe",
+    "Rotary",
     "Scorer",
     "Shape",
     "create",
     "describe",
+    "find",
     "validate",
 ]

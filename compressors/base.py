@@ -2,29 +2,29 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from compressors.budget import COUNTS, allocate, forced_mask, kept_count
-from compressors.keys import CachedKeys
+from compressors.cached import CachedTokens
+from compressors.errors import MethodError
+from compressors.rotary import Rotary
 from compressors.select import top_positions
-
-
-class MethodError(ValueError):
-    """A method, count mode or option that does not exist or does not fit together."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention geometry of the (rank's share of the) model."""
+    """The attention geometry of the (rank's share of the) model. ``rotary`` is None where the engine cannot tell one
+    rotary embedding that all layers apply."""
 
     layers: int
     kv_heads: int
     query_heads: int
     head_dim: int
+    rotary: Rotary | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -37,7 +37,7 @@ class MethodSpec:
     """A method with its parameters: what travels with a request. Hashable and picklable.
 
     ``ratio`` is the kept fraction of token-heads (the paper's c for a token dropper), ``sinks`` first and
-    ``recent`` last context tokens are always kept.
+    ``recent`` last context tokens are always kept. ``beta`` is how steep counts ``pyramid`` are.
     """
 
     name: str
@@ -46,6 +46,17 @@ class MethodSpec:
     sinks: int = 4
     recent: int = 32
     options: tuple[tuple[str, int], ...] = ()
+    beta: float = 20.0
+
+    @property
+    def forced(self) -> int:
+        """Tokens that every head keeps, of a context that has as many."""
+        return self.sinks + self.recent
+
+    def budget(self, num_tokens: int) -> int:
+        """Kept tokens per KV head, on average over all (layer, head), of a context of ``num_tokens``: known before any
+        score is."""
+        return kept_count(self.ratio, num_tokens, self.sinks, self.recent)
 
     def with_option(self, name: str, value: int) -> "MethodSpec":
         return replace(self, options=tuple(sorted({**dict(self.options), name: value}.items())))
@@ -69,7 +80,12 @@ class Scorer(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    # Whether scores depend on the prompt's last question. Those that do not can be reused for a shared prefix.
+    query_aware: ClassVar[bool]
+    reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
+    needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
     counts: ClassVar[tuple[str, ...]] = COUNTS
+    default_counts: ClassVar[str] = "per_head"
     options: ClassVar[Mapping[str, int]] = {}  # the method's own options and their defaults
     # Instruction texts the scoring pass needs as token ids: key -> text (see ``probes``).
     texts: ClassVar[Mapping[str, str]] = {}
@@ -107,9 +123,13 @@ class Scorer(ABC):
         """
         return []
 
-    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         """See one layer of probe number ``index``: ``query [T, Hq, D]`` and ``key [T, H, D]``, post-RoPE."""
         raise NotImplementedError(f"{self.name} declares no probes")
+
+    def read(self, layer: int, cached: CachedTokens) -> None:
+        """See one layer's context, if ``reads_cache``: once a layer, after all probes and before ``scores``."""
+        raise NotImplementedError(f"{self.name} does not read the cache")
 
     @abstractmethod
     def scores(self) -> Tensor:
@@ -137,17 +157,25 @@ class Compressor:
     def __init__(self, scorer: Scorer, spec: MethodSpec) -> None:
         self.scorer, self.spec = scorer, spec
 
-    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         self.scorer.observe(layer, index, query, key, cached, scale)
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether ``read`` must be called once for every layer before ``select``."""
+        return self.scorer.reads_cache and self.budget < self.scorer.num_tokens
+
+    def read(self, layer: int, cached: CachedTokens) -> None:
+        self.scorer.read(layer, cached)
+
+    @property
     def budget(self) -> int:
-        """Kept tokens per KV head, on average over all (layer, head): known before any score is."""
-        return kept_count(self.spec.ratio, self.scorer.num_tokens, self.spec.sinks, self.spec.recent)
+        """Kept tokens per KV head, on average over all (layer, head)."""
+        return self.spec.budget(self.scorer.num_tokens)
 
     def select(self) -> Kept:
         """Score, allocate counts, choose positions. Exactly ``L * H * budget`` token-heads are kept."""
-        shape, n = self.scorer.shape, self.scorer.num_tokens
+        shape, n, spec = self.scorer.shape, self.scorer.num_tokens, self.spec
         if self.budget == n:
             counts = torch.full((shape.layers, shape.kv_heads), n, dtype=torch.int64)
             return Kept(counts, torch.arange(n).repeat(shape.layers * shape.kv_heads))
@@ -155,9 +183,9 @@ class Compressor:
         expected = (shape.layers, shape.kv_heads, n)
         if scores.shape != expected or not torch.isfinite(scores).all():
             raise MethodError(
-                f"{self.spec.name} returned scores of shape {tuple(scores.shape)}, "
+                f"{spec.name} returned scores of shape {tuple(scores.shape)}, "
                 f"{'all finite' if torch.isfinite(scores).all() else 'some not finite'}; expected finite {expected}"
             )
-        scores = scores.masked_fill(forced_mask(n, self.spec.sinks, self.spec.recent), float("inf"))
-        counts = allocate(scores, self.budget, self.spec.counts, self.spec.sinks + self.spec.recent)
+        scores = scores.masked_fill(forced_mask(n, spec.sinks, spec.recent), float("inf"))
+        counts = allocate(scores, self.budget, spec.counts, spec.forced, beta=spec.beta)
         return Kept(counts, top_positions(scores, counts))

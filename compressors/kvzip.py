@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compressors.base import MethodError, MethodSpec, Probe, Scorer, Shape
-from compressors.keys import Asked, CachedKeys
+from compressors.base import MethodSpec, Probe, Scorer, Shape
+from compressors.cached import Asked, CachedTokens
+from compressors.errors import MethodError
 
 _OVERLAP = 8  # tokens of the previous chunk that tell the model where to start
 _ASK = 64  # room for the instruction around a chunk
@@ -23,6 +24,7 @@ class KVzip(Scorer):
 
     name = "kvzip"
     summary = "attention received while the context is repeated; one extra forward pass"
+    query_aware = False
     options: ClassVar[Mapping[str, int]] = {"chunk": 1024}
     texts: ClassVar[Mapping[str, str]] = {
         "first": "\n\nRepeat the previous context exactly.",
@@ -61,7 +63,7 @@ class KVzip(Scorer):
             rows.append(Probe((*ask, *texts["turn"], *token_ids[start : start + chunk]), n))
         return rows
 
-    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         start = index * self._chunk
         stop = min(start + self._chunk, self.num_tokens)
         sinks = min(self.spec.sinks, start)  # keys that keep the softmax honest; part of the chunk when it is the first

@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compressors.base import MethodError, MethodSpec, Scorer
+from compressors.base import MethodSpec, Scorer
+from compressors.errors import MethodError
 
 
 class Random(Scorer):
@@ -14,6 +15,7 @@ class Random(Scorer):
 
     name = "random"
     summary = "uniformly random tokens per head; the baseline"
+    query_aware = False
     options: ClassVar[Mapping[str, int]] = {"seed": 0}
 
     @classmethod

@@ -3,19 +3,26 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from compressors.base import Compressor, MethodError, MethodSpec, Scorer, Shape
+from compressors.base import Compressor, MethodSpec, Scorer, Shape
+from compressors.errors import MethodError
 from compressors.kvzip import KVzip
+from compressors.pyramidkv import PyramidKV
 from compressors.random import Random
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, KVzip, Random)}
+METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, PyramidKV, KVzip, Random)}
+
+
+def find(name: str) -> type[Scorer]:
+    """The method of that name. Raises MethodError with the nearest one."""
+    _known("compressor", name, METHODS)
+    return METHODS[name]
 
 
 def validate(spec: MethodSpec) -> type[Scorer]:
     """The scorer class of ``spec``. Raises MethodError with the nearest name or the allowed values."""
-    _known("compressor", spec.name, METHODS)
-    method = METHODS[spec.name]
+    method = find(spec.name)
     if spec.counts not in method.counts:
         raise MethodError(
             f"compressor {spec.name!r} cannot allocate counts {spec.counts!r}: "
@@ -25,6 +32,8 @@ def validate(spec: MethodSpec) -> type[Scorer]:
         raise MethodError(f"ratio must lie in (0, 1], got {spec.ratio}")
     if spec.sinks < 0 or spec.recent < 1:
         raise MethodError(f"sinks must be >= 0 and recent >= 1, got {spec.sinks} and {spec.recent}")
+    if not spec.beta >= 1:
+        raise MethodError(f"beta of a pyramid must be at least 1 (uniform counts), got {spec.beta}")
     for option, _ in spec.options:
         _known(f"{spec.name} option", option, method.options)
     method.check(spec)
@@ -40,8 +49,15 @@ def _known(kind: str, name: str, names: Iterable[str]) -> None:
 
 
 def create(spec: MethodSpec, shape: Shape, num_tokens: int) -> Compressor:
-    """A compressor for one request of ``num_tokens`` context tokens."""
-    return Compressor(validate(spec)(shape, num_tokens, spec), spec)
+    """A compressor for one request of ``num_tokens`` context tokens. Raises MethodError as ``validate`` does, and where
+    the method needs something of the model that ``shape`` does not have."""
+    method = validate(spec)
+    if method.needs_rotary and shape.rotary is None:
+        raise MethodError(
+            f"{spec.name} turns keys and queries to other positions, and this model has no single rotary embedding "
+            f"that all its layers apply; choose a method that needs none"
+        )
+    return Compressor(method(shape, num_tokens, spec), spec)
 
 
 def describe() -> list[tuple[str, str, str]]:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compressors.base import MethodError, MethodSpec, Probe, Scorer, Shape
-from compressors.keys import Asked, CachedKeys
+from compressors.base import MethodSpec, Probe, Scorer, Shape
+from compressors.cached import Asked, CachedTokens
+from compressors.errors import MethodError
 
 
 class SnapKV(Scorer):
@@ -22,6 +23,7 @@ class SnapKV(Scorer):
 
     name = "snapkv"
     summary = "attention of the prompt's last queries, pooled; query-aware"
+    query_aware = True
     options: ClassVar[Mapping[str, int]] = {"window": 32, "kernel": 5}
 
     def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
@@ -32,14 +34,14 @@ class SnapKV(Scorer):
     def check(cls, spec: MethodSpec) -> None:
         window, kernel = cls.option(spec, "window"), cls.option(spec, "kernel")
         if kernel < 1 or kernel % 2 == 0:
-            raise MethodError(f"snapkv: option 'kernel' must be odd and positive, got {kernel}")
+            raise MethodError(f"{cls.name}: option 'kernel' must be odd and positive, got {kernel}")
         if not 1 <= window <= spec.recent:
-            raise MethodError(f"snapkv: option 'window' must lie in 1..recent ({spec.recent}), got {window}")
+            raise MethodError(f"{cls.name}: option 'window' must lie in 1..recent ({spec.recent}), got {window}")
 
     @classmethod
     def fit(cls, spec: MethodSpec, row_tokens: int) -> MethodSpec:
         if row_tokens < 1:
-            raise MethodError(f"snapkv needs a scoring row of at least 1 token, {row_tokens} fit in a step")
+            raise MethodError(f"{cls.name} needs a scoring row of at least 1 token, {row_tokens} fit in a step")
         return spec.with_option("window", min(cls.option(spec, "window"), row_tokens))
 
     @classmethod
@@ -47,7 +49,7 @@ class SnapKV(Scorer):
         start = max(len(token_ids) - cls.option(spec, "window"), 0)
         return [Probe(tuple(token_ids[start:]), start)]
 
-    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         past = self.num_tokens - len(query)
         if past == 0:
             return

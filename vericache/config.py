@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from compressors import MethodError, MethodSpec, validate
+from compressors import MethodError, MethodSpec, find, validate
 from compressors.budget import kept_count
 from vericache.errors import ConfigError
 
@@ -37,7 +37,11 @@ class VeriCacheConfig(BaseModel):
     policy: Literal["staggered", "lockstep"] = Field("staggered", description="when requests verify")
     verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")
     compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
-    counts: Literal["uniform", "per_layer", "per_head"] = Field("per_head", description="how kept tokens are spread")
+    counts: Literal["auto", "uniform", "per_layer", "per_head", "within_layer", "pyramid"] = Field(
+        "auto",
+        description="how kept tokens are spread over layers and KV heads; auto: as the compressor does by itself",
+    )
+    pyramid_beta: float = Field(20.0, ge=1, description="counts pyramid: average count over the last layer's")
     ratio: float = Field(0.25, gt=0, le=1, description="kept fraction of the context")
     ratio_limit: float | None = Field(
         None,
@@ -115,14 +119,10 @@ class VeriCacheConfig(BaseModel):
 
     @property
     def method(self) -> MethodSpec:
-        return MethodSpec(
-            self.compressor,
-            self.counts,
-            self.ratio,
-            self.sinks,
-            self.recent,
-            tuple(sorted(self.compressor_options.items())),
-        )
+        """Raises MethodError for an unknown compressor."""
+        counts = find(self.compressor).default_counts if self.counts == "auto" else self.counts
+        options = tuple(sorted(self.compressor_options.items()))
+        return MethodSpec(self.compressor, counts, self.ratio, self.sinks, self.recent, options, beta=self.pyramid_beta)
 
 
 def load(

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors import Asked, CachedKeys, Kept
+from compressors import Asked, Kept
 from vericache.draft.arena import pages_per_head
 from vericache.draft.source import LayerSource
+from vericache.engine.pages import PageLayout
 from vericache.engine.pages_cuda import SideBySideLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,8 +56,8 @@ def compare(tokens: int, rows: int, heads: int, group: int, dim: int, asked: Ask
     key = torch.randn(rows, 2 * heads, dim, generator=rng).to(DEVICE, HALF)[:, heads:]  # a slice, as of a QKV product
     layout = SideBySideLayout(caches, BLOCK, dim)
     with DEVICE:
-        found = layout.keys(caches[1], blocks).attention_received(query, key, asked, dim**-0.5)
-        reference = CachedKeys(lambda positions: layout.read_keys(caches[1], blocks, positions))
+        found = layout.tokens(caches[1], blocks).attention_received(query, key, asked, dim**-0.5)
+        reference = PageLayout.tokens(layout, caches[1], blocks)  # the same in torch
         wanted = reference.attention_received(query, key, asked, dim**-0.5)
     assert found.shape == (heads, asked.tokens)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
+from compressors import METHODS
+from compressors.budget import COUNTS
 from vericache.config import ENV_FILE, ENV_PREFIX, VeriCacheConfig, load
 from vericache.errors import ConfigError, VeriCacheError
 
@@ -107,11 +109,12 @@ def test_the_method_carries_the_settings_of_the_compressor() -> None:
     )
     assert dataclasses.asdict(config.method) == {
         "name": "snapkv",
-        "counts": config.counts,
+        "counts": "per_head",
         "ratio": 0.5,
         "sinks": 1,
         "recent": 40,
         "options": (("window", 8),),
+        "beta": 20.0,
     }
 
 
@@ -166,6 +169,7 @@ def test_an_unknown_name_in_a_weaker_source_is_not_hidden_by_a_stronger_one(tmp_
         ("policy", "random"),
         ("verify_tokens", 1),
         ("counts", "per_token"),
+        ("pyramid_beta", 0.5),
         ("ratio", 0),
         ("ratio", 1.5),
         ("ratio", [1]),
@@ -264,7 +268,17 @@ def test_an_unknown_compressor_names_the_nearest() -> None:
 def test_streaming_llm_scores_every_head_alike(counts: str) -> None:
     with pytest.raises(ConfigError, match=f"'streaming_llm' cannot allocate counts '{counts}'.*uniform"):
         load({"compressor": "streaming_llm", "counts": counts}, {})
-    assert load({"compressor": "streaming_llm", "counts": "uniform"}, {}).counts == "uniform"
+    assert load({"compressor": "streaming_llm", "counts": "uniform"}, {}).method.counts == "uniform"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_counts_a_compressor_spreads_tokens_as_it_does_by_itself(name: str) -> None:
+    assert load({"compressor": name}, {}).method.counts == METHODS[name].default_counts
+
+
+def test_all_count_modes_can_be_set() -> None:
+    assert get_args(VeriCacheConfig.model_fields["counts"].annotation) == ("auto", *COUNTS)
+    assert load({"counts": "pyramid", "pyramid_beta": 2}, {}).method.beta == 2
 
 
 def test_an_option_of_another_method_is_unknown() -> None:

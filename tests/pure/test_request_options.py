@@ -34,6 +34,14 @@ def test_another_method_does_not_inherit_the_servers_options() -> None:
     assert RequestSettings(server, {"vericache_compressor": "snapkv"}).config.compressor_options == {}
 
 
+def test_another_method_spreads_its_tokens_by_itself_unless_the_server_says_how() -> None:
+    asked = {"vericache_compressor": "streaming_llm"}
+    assert RequestSettings(OPEN, asked).config.method.counts == "uniform"
+    server = OPEN.model_copy(update={"counts": "pyramid"})
+    assert RequestSettings(server, asked).config.method.counts == "pyramid"
+    assert RequestSettings(server, {"vericache_counts": "auto"}).config.method.counts == "per_head"
+
+
 def test_off_and_draft() -> None:
     assert RequestSettings(OPEN, {"vericache_mode": "off"}).off
     forced = RequestSettings(OPEN, {"vericache_mode": "draft", "vericache_ratio": 0.1})
@@ -52,7 +60,7 @@ def test_off_and_draft() -> None:
         ("vericache_ratio", float("nan"), "got nan"),
         ("vericache_ratio", 0.001, "fewer than sinks"),
         ("vericache_compressor", "kvzipp", "kvzip"),
-        ("vericache_compressor", "streaming_llm", "uniform"),
+        ("vericache_compressor", "pyramidkv", "cannot allocate counts 'per_head'"),
         ("vericache_counts", "per_token", "uniform"),
         ("vericache_slot", 3, "is not an option"),
         ("vericache_draft_lenght", 3, "vericache_draft_length"),
@@ -60,7 +68,7 @@ def test_off_and_draft() -> None:
 )
 def test_a_wrong_option_is_named(name: str, value: Any, message: str) -> None:
     with pytest.raises(RequestError) as error:
-        RequestSettings(OPEN, {name: value})
+        RequestSettings(OPEN.model_copy(update={"counts": "per_head"}), {name: value})
     assert error.value.field == name
     assert message in str(error.value)
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from compressors import METHODS, CachedKeys, Compressor, Kept, MethodSpec, Shape
-from compressors.budget import kept_count
+from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Shape
 
 SHAPE = Shape(layers=3, kv_heads=2, query_heads=6, head_dim=16)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -21,12 +20,13 @@ quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 @dataclass
 class Context:
-    """A random model state: queries and post-RoPE keys of every context token, and the texts of a tokenizer."""
+    """A random model state: queries, post-RoPE keys and values of every context token, and a tokenizer's texts."""
 
     shape: Shape
     tokens: list[int]
     queries: Tensor  # [L, Hq, n, D]
     keys: Tensor  # [L, H, n, D]
+    values: Tensor  # [L, H, n, D]
     texts: dict[str, list[int]]
     scale: float
 
@@ -35,10 +35,11 @@ class Context:
         rng = torch.Generator().manual_seed(seed)
         queries = torch.randn(shape.layers, shape.query_heads, num_tokens, shape.head_dim, generator=rng) * sharpness
         keys = torch.randn(shape.layers, shape.kv_heads, num_tokens, shape.head_dim, generator=rng)
+        values = torch.randn(keys.shape, generator=torch.Generator().manual_seed(seed + 1))
         tokens = torch.randint(0, 1000, (num_tokens,), generator=rng).tolist()
         names = sorted({"turn", *(key for method in METHODS.values() for key in method.texts)})
         texts = {key: list(range(2000 + 10 * i, 2000 + 10 * i + 5 + i)) for i, key in enumerate(names)}
-        return cls(shape, tokens, queries, keys, texts, shape.head_dim**-0.5)
+        return cls(shape, tokens, queries, keys, values, texts, shape.head_dim**-0.5)
 
 
 @dataclass
@@ -48,7 +49,7 @@ class SeenProbe:
     start: int
     query: Tensor
     key: Tensor
-    asked: list[Tensor]  # positions of every call of ``cached``, in layer order
+    asked: list[Tensor]  # positions of every read of keys, in layer order
 
 
 def drive(compressor: Compressor, context: Context, dtype: torch.dtype = torch.float32) -> list[SeenProbe]:
@@ -68,22 +69,28 @@ def drive(compressor: Compressor, context: Context, dtype: torch.dtype = torch.f
         query, key = query.to(dtype), key.to(dtype)
         record = SeenProbe(probe.start, query, key, [])
         for layer in range(shape.layers):
-            cached = reader(context.keys[layer].to(dtype), record.asked)
+            cached = reader(context, layer, dtype, record.asked)
             compressor.observe(layer, index, query[layer], key[layer], cached, context.scale)
         seen.append(record)
+    if compressor.reads_cache:
+        for layer in range(shape.layers):
+            compressor.read(layer, reader(context, layer, dtype, []))
     return seen
 
 
-def reader(keys: Tensor, asked: list[Tensor]) -> CachedKeys:
-    """Over ``[H, n, D]`` that refuses what the engine's page reader could not answer."""
+def reader(context: Context, layer: int, dtype: torch.dtype, asked: list[Tensor]) -> CachedTokens:
+    """One layer of ``context``; refuses what the engine's page reader could not answer."""
 
-    def cached(positions: Tensor) -> Tensor:
+    def checked(tensor: Tensor, positions: Tensor) -> Tensor:
         assert positions.dtype == torch.int64
-        assert ((positions >= 0) & (positions < keys.shape[1])).all()
-        asked.append(positions)
-        return keys[:, positions]
+        assert ((positions >= 0) & (positions < tensor.shape[1])).all()
+        return tensor[:, positions].to(dtype)
 
-    return CachedKeys(cached)
+    def keys(positions: Tensor) -> Tensor:
+        asked.append(positions)
+        return checked(context.keys[layer], positions)
+
+    return CachedTokens(keys, lambda positions: checked(context.values[layer], positions))
 
 
 # -- brute force -----------------------------------------------------------------------------------------
@@ -95,43 +102,86 @@ def heads_of(kept: Kept) -> list[list[list[int]]]:
     return [[next(pieces).tolist() for _ in row] for row in kept.counts.tolist()]
 
 
-def brute_force(scores: Tensor, mode: str, budget: int, sinks: int, recent: int) -> list[list[list[int]]]:
+def brute_force(scores: Tensor, spec: MethodSpec) -> list[list[list[int]]]:
     """The selection by Python's sort on (score, layer, head, position), with exact fractions for the rounding."""
     layers, heads, n = scores.shape
     values = [
-        [[math.inf if i < sinks or i >= n - recent else s for i, s in enumerate(head)] for head in layer]
+        [[math.inf if i < spec.sinks or i >= n - spec.recent else s for i, s in enumerate(head)] for head in layer]
         for layer in scores.tolist()
     ]
-    everything = sorted((-values[a][h][i], a, h, i) for a in range(layers) for h in range(heads) for i in range(n))
-    over = [[0] * heads for _ in range(layers)]  # token-heads above the one global threshold
-    for _, a, h, _ in everything[: layers * heads * budget]:
-        over[a][h] += 1
-    if mode == "uniform":
-        counts = [[budget] * heads for _ in range(layers)]
-    elif mode == "per_head":
-        counts = over
+    budget = spec.budget(n)
+    if spec.counts == "uniform":
+        counts = [[budget] * heads] * layers
+    elif spec.counts == "per_head":
+        counts = winners(values, layers * heads * budget)
+    elif spec.counts == "within_layer":
+        counts = [winners([raised(layer, budget // 5)], heads * budget)[0] for layer in values]
     else:
-        wanted = [Fraction(sum(row), heads) for row in over]
-        whole = [math.floor(w) for w in wanted]
-        missing = layers * budget - sum(whole)
-        by_remainder = sorted(range(layers), key=lambda a: (whole[a] - wanted[a], a))
-        counts = [[whole[a] + (a in by_remainder[:missing])] * heads for a in range(layers)]
+        if spec.counts == "per_layer":
+            wanted = [Fraction(sum(row), heads) for row in winners(values, layers * heads * budget)]
+        else:
+            wanted = line(layers, budget, n, Fraction(spec.beta))
+        counts = [[count] * heads for count in rounded(wanted, layers * budget, min(spec.forced, n), n)]
     return [
         [sorted(sorted(range(n), key=lambda i: (-values[a][h][i], i))[: counts[a][h]]) for h in range(heads)]
         for a in range(layers)
     ]
 
 
+def winners(values: list[list[list[float]]], total: int) -> list[list[int]]:
+    """How many of the ``total`` best each head has."""
+    everything = sorted(
+        (-value, a, h, i) for a, row in enumerate(values) for h, head in enumerate(row) for i, value in enumerate(head)
+    )
+    found = [[0] * len(row) for row in values]
+    for _, a, h, _ in everything[:total]:
+        found[a][h] += 1
+    return found
+
+
+def raised(layer: list[list[float]], least: int) -> list[list[float]]:
+    """Every head's ``least`` best values before all others."""
+    best = [set(sorted(range(len(head)), key=lambda i, head=head: (-head[i], i))[:least]) for head in layer]
+    return [[math.inf if i in mine else v for i, v in enumerate(head)] for head, mine in zip(layer, best, strict=True)]
+
+
+def line(layers: int, budget: int, n: int, beta: Fraction) -> list[Fraction]:
+    """PyramidKV's counts: from the largest in the first layer down to ``budget / beta``."""
+    if layers == 1:
+        return [Fraction(budget)]
+    low, high = budget / beta, 2 * budget - budget / beta
+    if high > n:
+        low, high = Fraction(2 * budget - n), Fraction(n)
+    return [high - a * (high - low) / (layers - 1) for a in range(layers)]
+
+
+def rounded(wanted: list[Fraction], total: int, low: int, high: int) -> list[int]:
+    """Largest remainder, one at a time."""
+    found = [min(max(math.floor(w), low), high) for w in wanted]
+    while (missing := total - sum(found)) != 0:
+        step = 1 if missing > 0 else -1
+        able = [a for a, count in enumerate(found) if low <= count + step <= high]
+        for a in sorted(able, key=lambda a: (step * (found[a] - wanted[a]), a))[: abs(missing)]:
+            found[a] += step
+    return found
+
+
 def check_structure(kept: Kept, spec: MethodSpec, shape: Shape, n: int) -> None:
     """What holds for every selection of every method."""
-    budget = kept_count(spec.ratio, n, spec.sinks, spec.recent)
+    budget = spec.budget(n)
     assert kept.counts.shape == (shape.layers, shape.kv_heads)
     assert kept.counts.dtype == kept.positions.dtype == torch.int64
     assert int(kept.counts.sum()) == len(kept.positions) == shape.layers * shape.kv_heads * budget
     if spec.counts == "uniform":
         assert (kept.counts == budget).all()
-    if spec.counts == "per_layer":
+    if spec.counts in ("per_layer", "pyramid"):
         assert (kept.counts == kept.counts[:, :1]).all()
+    if spec.counts == "pyramid":
+        assert (kept.counts[:-1] >= kept.counts[1:]).all()
+    if spec.counts == "within_layer":
+        assert (kept.counts.sum(1) == shape.kv_heads * budget).all()
+        assert int(kept.counts.min()) >= budget // 5
+    assert min(spec.forced, n) <= int(kept.counts.min()) <= int(kept.counts.max()) <= n
     forced = set(range(min(spec.sinks, n))) | set(range(max(n - spec.recent, 0), n))
     for layer in heads_of(kept):
         for positions in layer:

@@ -36,7 +36,7 @@ def test_selection_is_what_brute_force_selects(name: str, counts: str, ratio: fl
     check_structure(kept, spec, SHAPE, 150)
     scores = compressor.scorer.scores()
     assert scores.dtype == torch.float32
-    assert heads_of(kept) == brute_force(scores, counts, compressor.budget, spec.sinks, spec.recent)
+    assert heads_of(kept) == brute_force(scores, spec)
 
 
 @pytest.mark.parametrize(("name", "counts"), GRID)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import compressors.registry as registry
-from compressors import CachedKeys, MethodSpec, Scorer, Shape, create
+from compressors import CachedTokens, MethodSpec, Scorer, Shape, create
 from compressors.snapkv import SnapKV
 from tests.tensor.worker_world import ANCHORS, PT, SCALE, SCORED, SHAPE, World, compress, probe
 from vericache.engine.ops import ProbeRow, StepMetadata
@@ -43,8 +43,8 @@ def test_a_scoring_pass_reaches_the_compressor(world: World) -> None:
     rng = torch.Generator().manual_seed(5)
     for layer in range(SHAPE.layers):
         query, key = torch.randn(4, 4, 8, generator=rng), torch.randn(4, 2, 8, generator=rng)
-        keys, _ = world.layout.read(world.caches[layer], torch.tensor([7, 2, 9]), torch.arange(10))
-        expected.observe(layer, 0, query[1:], key[1:], CachedKeys(lambda p, k=keys: k[:, p]), SCALE)
+        cached = world.layout.tokens(world.caches[layer], torch.tensor([7, 2, 9]))
+        expected.observe(layer, 0, query[1:], key[1:], cached, SCALE)
     kept = expected.select()
     assert torch.equal(world.arena.slots[2].counts.long(), kept.counts)
     world.check_slot(2, kept, (7, 2, 9), 10)
@@ -62,12 +62,49 @@ def test_a_pass_of_several_rows_keeps_one_compressor(world: World) -> None:
         rng = torch.Generator().manual_seed(index)
         for layer in range(SHAPE.layers):
             query, key = torch.randn(5, 4, 8, generator=rng), torch.randn(5, 2, 8, generator=rng)
-            keys, _ = world.layout.read(world.caches[layer], torch.tensor([7, 2, 9]), torch.arange(10))
-            expected.observe(layer, index, query[2:], key[2:], CachedKeys(lambda p, k=keys: k[:, p]), SCALE)
+            cached = world.layout.tokens(world.caches[layer], torch.tensor([7, 2, 9]))
+            expected.observe(layer, index, query[2:], key[2:], cached, SCALE)
     world.step(before=[compress(2, spec, probes=2)])
     kept = expected.select()
     assert torch.equal(world.arena.slots[2].counts.long(), kept.counts)
     world.check_slot(2, kept, (7, 2, 9), 10)
+
+
+class ValueNorms(Scorer):
+    """Reads keys and values; the larger the product of their norms the more a token matters."""
+
+    name = "value_norms"
+    summary = "for tests"
+    query_aware = False
+    reads_cache = True
+    layers_read: ClassVar[list[int]] = []
+
+    def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
+        super().__init__(shape, num_tokens, spec)
+        self._scores = torch.zeros(shape.layers, shape.kv_heads, num_tokens)
+
+    def read(self, layer: int, cached: CachedTokens) -> None:
+        self.layers_read.append(layer)
+        every = torch.arange(self.num_tokens)
+        self._scores[layer] = cached.values(every).norm(dim=-1) * cached.keys(every).norm(dim=-1)
+
+    def scores(self) -> Tensor:
+        return self._scores
+
+
+def test_a_method_reads_the_cache_once_a_layer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.METHODS, "value_norms", ValueNorms)
+    monkeypatch.setattr(ValueNorms, "layers_read", [])
+    spec = MethodSpec("value_norms", ratio=0.5, sinks=1, recent=2)
+    assert not world.step(before=[compress(2, spec), compress(4, replace(spec, ratio=1.0), "b")]).failures
+    assert ValueNorms.layers_read == [0, 1], "a context that is kept whole needs no scores"
+    expected = create(spec, SHAPE, 10)
+    for layer, cache in enumerate(world.caches):
+        keys, values = world.layout.read(cache, torch.tensor([7, 2, 9]), torch.arange(10))
+        expected.read(layer, CachedTokens(lambda p, k=keys: k[:, p], lambda p, v=values: v[:, p]))
+    kept = expected.select()
+    world.check_slot(2, kept, (7, 2, 9), 10)
+    assert kept.positions.tolist() != create(ANCHORS, SHAPE, 10).select().positions.tolist()
 
 
 class Broken(Scorer):
@@ -75,6 +112,7 @@ class Broken(Scorer):
 
     name = "broken"
     summary = "for tests"
+    query_aware = False
     where: ClassVar[str] = ""
 
     def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
@@ -82,11 +120,14 @@ class Broken(Scorer):
         if self.where == "init":
             raise ValueError("boom")
 
-    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedKeys, scale: float) -> None:
+    def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         if self.where == f"observe{layer}":
             raise ValueError("boom")
         if self.where == "outside":
-            cached(torch.tensor([99]))
+            cached.keys(torch.tensor([99]))
+
+    def read(self, layer: int, cached: CachedTokens) -> None:
+        raise AssertionError("a method that does not declare reads_cache is not asked to read")
 
     def scores(self) -> Tensor:
         if self.where == "scores":

@@ -65,7 +65,9 @@ def test_tokens_come_back_as_vllm_wrote_them(dtype: torch.dtype, block_size: int
     assert torch.equal(read_values, values.transpose(0, 1))
 
     some = torch.tensor([tokens - 1, 0, block_size, block_size - 1, 3, 3])  # any order, repeats included
-    assert torch.equal(layout.read_keys(cache, blocks, some), keys[some].transpose(0, 1))
+    tokens_seen = layout.tokens(cache, blocks)
+    assert torch.equal(tokens_seen.keys(some), keys[some].transpose(0, 1))
+    assert torch.equal(tokens_seen.values(some), values[some].transpose(0, 1))
     assert layout.read_keys(cache, blocks, some[:0]).shape == (HEADS, 0, head_dim)
 
 

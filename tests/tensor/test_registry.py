@@ -14,6 +14,7 @@ def test_registered_methods_are_described_and_valid(name: str) -> None:
     method = METHODS[name]
     assert method.name == name
     assert set(method.counts) <= set(COUNTS)
+    assert method.default_counts in method.counts
     assert any(row[0] == name and row[2] == method.summary for row in describe())
     for counts in method.counts:
         assert validate(MethodSpec(name, counts)) is method
@@ -27,6 +28,9 @@ def test_registered_methods_are_described_and_valid(name: str) -> None:
         (MethodSpec("zzz"), "unknown compressor 'zzz'; known: streaming_llm, snapkv"),
         (MethodSpec("streaming_llm", "per_head"), "'streaming_llm' cannot allocate counts 'per_head'.* uniform"),
         (MethodSpec("kvzip", "per_token"), "cannot allocate counts 'per_token'.* uniform, per_layer, per_head"),
+        (MethodSpec("pyramidkv", "uniform"), "'pyramidkv' cannot allocate counts 'uniform'.* pyramid"),
+        (MethodSpec("kvzip", "pyramid", beta=0.99), "beta of a pyramid must be at least 1 .*, got 0.99"),
+        (MethodSpec("kvzip", beta=math.nan), "beta"),
         (MethodSpec("kvzip", ratio=0.0), r"ratio must lie in \(0, 1\], got 0.0"),
         (MethodSpec("kvzip", ratio=-0.5), "ratio"),
         (MethodSpec("kvzip", ratio=1.01), "ratio"),

@@ -34,6 +34,9 @@ class PlainLayout(PageLayout):
     def read_keys(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         return self.read(cache, blocks, positions)[0]
 
+    def read_values(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+        return self.read(cache, blocks, positions)[1]
+
 
 class FlakyCopies(CpuCopyEngine):
     """Fails when one of ``bad_pages`` is touched, as a full or broken host would; remembers the order of copies."""

@@ -17,7 +17,7 @@ ROWS, TILE, CHUNK = 64, 64, 512  # queries and keys of one product; keys of one 
 
 
 def attention_received(query: Tensor, key: Tensor, cache: Tensor, blocks: Tensor, asked: Asked, scale: float) -> Tensor:
-    """``compressors.CachedKeys.attention_received`` over the pages ``blocks`` (int64, on the device) of one layer.
+    """``compressors.CachedTokens.attention_received`` over the pages ``blocks`` (int64, on the device) of one layer.
 
     Two passes over the keys: the log-sum-exp of each query's logits, then the weights. The logits, ``[Hq, T, J]``, are
     never stored.

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compressors import Compressor, MethodSpec, Shape, create
+from compressors import Compressor, Kept, MethodSpec, Shape, create
 from vericache.device import to_device
 from vericache.draft.arena import DraftArena
 from vericache.engine.ops import Compress, ProbeRow
@@ -24,7 +24,7 @@ class ScoringRow:
         self._pass, self._index, self._blocks, self._layout = pass_, index, blocks, layout
 
     def observe(self, layer: int, query: Tensor, key: Tensor, cache: Tensor, scale: float) -> None:
-        cached = self._layout.keys(cache, self._blocks)
+        cached = self._layout.tokens(cache, self._blocks)
         self._pass.run(lambda c: c.observe(layer, self._index, query, key, cached, scale))
 
 
@@ -78,13 +78,19 @@ class CompressionWorker:
         pass_ = self._passes.pop(op.slot, None) or ScoringPass(op.spec, self._shape, op.context, self._device)
         if pass_.rows != op.probes and pass_.error is None:
             pass_.error = CompressionError(f"{pass_.rows} scoring rows were seen, expected {op.probes}")
-        kept = pass_.run(lambda compressor: compressor.select())
+        blocks = self._on_device(op.blocks)
+        kept = pass_.run(lambda compressor: self._select(compressor, blocks))
         if kept is None:
             self._arena.drop(op.slot)
             error = pass_.error
             raise CompressionError(f"compressor {op.spec.name!r} failed: {type(error).__name__}: {error}") from error
-        source = self._layout.source(self._caches, self._on_device(op.blocks), op.context)
-        return self._arena.put(op.slot, kept, source)
+        return self._arena.put(op.slot, kept, self._layout.source(self._caches, blocks, op.context))
+
+    def _select(self, compressor: Compressor, blocks: Tensor) -> Kept:
+        if compressor.reads_cache:
+            for layer, cache in enumerate(self._caches):
+                compressor.read(layer, self._layout.tokens(cache, blocks))
+        return compressor.select()
 
     def _on_device(self, blocks: tuple[int, ...]) -> Tensor:
         return to_device(torch.tensor(blocks, dtype=torch.int64), self._device)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compressors import CachedKeys
+from compressors import CachedTokens
 from vericache.draft.source import LayerSource, Source
 
 
@@ -21,9 +21,13 @@ class PageLayout(ABC):
     def read_keys(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         """Keys only, ``[H, m, D]``."""
 
-    def keys(self, cache: Tensor, blocks: Tensor) -> CachedKeys:
-        """One layer's keys, as scorers see them."""
-        return CachedKeys(partial(self.read_keys, cache, blocks))
+    @abstractmethod
+    def read_values(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+        """Values only, ``[H, m, D]``."""
+
+    def tokens(self, cache: Tensor, blocks: Tensor) -> CachedTokens:
+        """One layer's keys and values, as scorers see them."""
+        return CachedTokens(partial(self.read_keys, cache, blocks), partial(self.read_values, cache, blocks))
 
     def source(self, caches: list[Tensor], blocks: Tensor, num_tokens: int) -> Source:
         """The first ``num_tokens`` tokens, for an arena to keep some of."""

@@ -19,10 +19,13 @@ class CpuPageLayout(PageLayout):
         self._keys, self._values = _derive(dtype, block_size, head_dim, isa)
 
     def read(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._gather(cache, blocks, positions, self._keys), self._gather(cache, blocks, positions, self._values)
+        return self.read_keys(cache, blocks, positions), self.read_values(cache, blocks, positions)
 
     def read_keys(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         return self._gather(cache, blocks, positions, self._keys)
+
+    def read_values(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+        return self._gather(cache, blocks, positions, self._values)
 
     def _gather(self, cache: Tensor, blocks: Tensor, positions: Tensor, order: Tensor) -> Tensor:
         heads = cache.shape[1]

@@ -1,11 +1,12 @@
 """The pages of vLLM's GPU attention backends."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from compressors import Asked, CachedKeys, Kept
+from compressors import Asked, CachedTokens, Kept
 from vericache.device import to_device
 from vericache.draft.triton_compress import attention_received, fill_pages
 from vericache.engine.pages import PageLayout
@@ -31,21 +32,24 @@ class SideBySideLayout(PageLayout):
     def read_keys(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         return self._gather(cache[..., : self.head_dim], blocks, positions)
 
+    def read_values(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+        return self._gather(cache[..., self.head_dim :], blocks, positions)
+
     def _gather(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         return cache[blocks[positions // self.block_size], :, positions % self.block_size].transpose(0, 1)
 
-    def keys(self, cache: Tensor, blocks: Tensor) -> CachedKeys:
-        return PagedKeys(self, cache, blocks)
+    def tokens(self, cache: Tensor, blocks: Tensor) -> CachedTokens:
+        return PagedTokens(self, cache, blocks)
 
     def source(self, caches: list[Tensor], blocks: Tensor, num_tokens: int) -> "PagedSource":
         return PagedSource(caches, self._pointers, blocks)
 
 
-class PagedKeys(CachedKeys):
-    """Keys where they lie."""
+class PagedTokens(CachedTokens):
+    """Keys and values where they lie."""
 
     def __init__(self, layout: SideBySideLayout, cache: Tensor, blocks: Tensor) -> None:
-        super().__init__(lambda positions: layout.read_keys(cache, blocks, positions))
+        super().__init__(partial(layout.read_keys, cache, blocks), partial(layout.read_values, cache, blocks))
         self._cache, self._blocks = cache, blocks
 
     def attention_received(self, query: Tensor, key: Tensor, asked: Asked, scale: float) -> Tensor:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from vllm.v1.request import Request
 
 from compressors import METHODS, MethodSpec
-from compressors.budget import kept_count
 from vericache.draft.arena import page_bound
 from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
@@ -131,15 +130,14 @@ class Reservations:
         if self.arena.take(more):
             record.arena_units += more
         else:
-            kept = kept_count(record.spec.ratio, record.filled_at, spec.sinks, spec.recent)
-            spec = replace(spec, ratio=kept / record.context)
+            spec = replace(spec, ratio=record.spec.budget(record.filled_at) / record.context)
         record.spec = spec
         return True
 
     def units(self, spec: MethodSpec, context: int, tail: int) -> int:
         """The most head pages of a slot: a compressed context and ``tail`` tokens behind it."""
-        kept = kept_count(spec.ratio, context, spec.sinks, spec.recent)
-        return page_bound(kept, self._heads, self.tails.page_tokens) + self._heads * self.tails.strips(tail)
+        compressed = page_bound(spec.budget(context), self._heads, self.tails.page_tokens)
+        return compressed + self._heads * self.tails.strips(tail)
 
     def _scratch(self, spec: MethodSpec, context: int) -> int:
         """Blocks behind the context for the K/V of appending scoring rows."""

@@ -19,6 +19,7 @@ from vericache.draft.runtime import DraftRuntime, HostRuntime
 from vericache.engine.connector import VeriCacheConnector
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.pages import PageLayout
+from vericache.engine.rotary import shared_rotary
 from vericache.engine.settings import MemoryPlan, settings_of
 from vericache.store.host import HostStore
 from vericache.store.transfer import CopyEngine
@@ -47,7 +48,8 @@ class DraftWorker(ABC):
         caches = [layer.kv_cache for layer in layers.values()]
         plan = MemoryPlan.of(self.vllm_config, kv_cache_config)
         first = next(iter(layers.values()))
-        shape = Shape(len(layers), first.num_kv_heads, first.num_heads, first.head_size)
+        rotary = shared_rotary(self.model_runner.get_model(), list(layers.values()))
+        shape = Shape(len(layers), first.num_kv_heads, first.num_heads, first.head_size, rotary)
         runtime = self._runtime(shape, plan, caches[0])
         copies = self._copies(caches, HostStore(plan.host_pages, caches))
         connector.worker = KVWorker(shape, runtime, self._layout(plan, first, caches), caches, copies)

@@ -6,10 +6,14 @@ import inspect
 import pytest
 import torch
 import vllm
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.entrypoints.common.offline import OfflineInferenceMixin
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-from vllm.model_executor.layers.attention import attention
+from vllm.model_executor.layers.attention import Attention, attention
+from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding, RotaryEmbedding, get_rope
+from vllm.model_executor.models import llama
 from vllm.outputs import CompletionOutput
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -31,6 +35,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vericache.engine.rotary import shared_rotary
 from vericache.engine.sampling import PLACEHOLDER
 from vericache.engine.support import check_version
 from vericache.errors import UnsupportedError
@@ -263,3 +268,61 @@ def test_zero_key_rows_leave_the_others_bitwise_alone() -> None:
     alone = attend([40, 50], [0, 1, 5], [0, 2], [0, 2, 3, 4, 5])
     assert torch.equal(both[[0, 2, 3, 4, 5]], alone)
     assert (both[1] == 7.0).all()  # not even zeroed: the arena must always write it
+
+
+def rotary_model(*ropes: nn.Module | None) -> tuple[nn.Module, list[Attention]]:
+    """Layers that hold their rotary embedding beside ``attn``, as vLLM's models do."""
+    model, layers = nn.ModuleList(), []
+    for rope in ropes:
+        layer, attn = nn.Module(), Attention.__new__(Attention)
+        nn.Module.__init__(attn)
+        layer.attn = attn
+        if rope is not None:
+            layer.rotary_emb = rope
+        model.append(layer)
+        layers.append(attn)
+    return model, layers
+
+
+ROPES = {
+    "default": {},
+    "partial": {"partial_rotary_factor": 0.5},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32},
+    "multimodal": {"mrope_section": [4, 2, 2]},
+}  # fmt: skip
+
+
+def rope_of(name: str, neox: bool = True, base: float = 10000.0) -> nn.Module:
+    with set_current_vllm_config(VllmConfig()):
+        return get_rope(16, 64, neox, {"rope_type": "default", "rope_theta": base, **ROPES[name]}, torch.float32)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("name", ["default", "partial", "yarn", "llama3"])
+def test_compressors_turn_keys_as_the_model_does(name: str, neox: bool) -> None:
+    rope = rope_of(name, neox)
+    rotary = shared_rotary(*rotary_model(rope, rope))
+    assert rotary is not None
+    keys, positions = torch.randn(5, 2, 16), torch.tensor([3, 0, 40, 63, 3])
+    _, turned = rope.forward_native(positions, keys.clone().flatten(1), keys.clone().flatten(1))
+    turned = turned.view(5, 2, 16).transpose(0, 1)
+    torch.testing.assert_close(rotary.turn(keys.transpose(0, 1), positions), turned)
+    torch.testing.assert_close(rotary.back(turned, positions), keys.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_without_one_plain_rotary_embedding() -> None:
+    default, other = rope_of("default"), rope_of("default", base=500.0)
+    assert shared_rotary(*rotary_model(default, other)) is None
+    assert shared_rotary(*rotary_model(default, None)) is None
+    assert shared_rotary(*rotary_model(None)) is None
+    assert shared_rotary(nn.ModuleList(), rotary_model(default)[1]) is None
+    assert shared_rotary(*rotary_model(rope_of("multimodal"))) is None
+    assert not issubclass(Phi3LongRoPEScaledRotaryEmbedding, RotaryEmbedding)
+
+
+def test_a_layer_holds_its_rotary_embedding_beside_its_attention() -> None:
+    text = source(llama.LlamaAttention)
+    assert "self.rotary_emb = get_rope(" in text
+    assert "self.attn = attn_cls(" in text

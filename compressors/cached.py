@@ -1,4 +1,4 @@
-"""The cached keys of one layer, as scorers see them."""
+"""The cached keys and values of one layer, as scorers see them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,17 +25,21 @@ class Asked:
         return self.stop - self.start
 
 
-class CachedKeys:
-    """Post-RoPE keys of one layer of a context: called with positions (int64 ``[m]``) it gives them, ``[H, m, D]``.
+class CachedTokens:
+    """Keys (post-RoPE) and values of one layer of a context, ``[H, m, D]`` in the cache's dtype, at any positions
+    (int64 ``[m]``) of it.
 
     What scorers compute over all of a context is a method, so that an engine can do it where its pages are.
     """
 
-    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
-        self._read = read
+    def __init__(self, keys: Callable[[Tensor], Tensor], values: Callable[[Tensor], Tensor]) -> None:
+        self._keys, self._values = keys, values
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        return self._read(positions)
+    def keys(self, positions: Tensor) -> Tensor:
+        return self._keys(positions)
+
+    def values(self, positions: Tensor) -> Tensor:
+        return self._values(positions)
 
     def attention_received(self, query: Tensor, key: Tensor, asked: Asked, scale: float) -> Tensor:
         """What the queries of a scoring row pay to the tokens ``asked`` about.
@@ -50,7 +54,7 @@ class CachedKeys:
             float32 ``[H, asked.tokens]``.
         """
         seen = torch.cat([torch.arange(asked.sinks), torch.arange(asked.start, asked.stop)])
-        keys = torch.cat([self(seen), key.transpose(0, 1)], 1).float()  # [H, J, D]
+        keys = torch.cat([self.keys(seen), key.transpose(0, 1)], 1).float()  # [H, J, D]
         rows, heads = len(query), len(keys)
         q = query.float().view(rows, heads, -1, query.shape[-1])  # [T, H, G, D]
         hidden = torch.full((rows, rows), float("-inf")).triu(1)[:, None]  # own keys behind a query
