@@ -2,7 +2,7 @@
 the compressed size, one line per method and page format, on the bundled prompts and model (greedy, float32). Writes
 JSON, a table and a plot into docs/results/.
 
-As in ``benchmarks.acceptance``, only full rounds count, and the pooled figure leaves out outputs that loop. Sizes are
+Only full rounds count, and the pooled figure leaves out outputs that loop. Sizes are
 fractions of the full KV in bfloat16, tables and counts included; the uncompressed tail is counted apart.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.acceptance import Measured, measure, pooled
+from benchmarks.acceptance_engine import Measured, measure, pooled
 from benchmarks.report import RESULTS, figure, machine, save, table
 from vericache.demo.worker import ENVIRONMENT
 from vericache.draft.formats import FORMATS, page_format
