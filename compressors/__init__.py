@@ -12,6 +12,7 @@ from compressors.cached import Asked, CachedTokens
 from compressors.errors import MethodError
 from compressors.registry import METHODS, create, describe, validate
 from compressors.rotary import Rotary
+from compressors.surrogate import Surrogate
 
 __all__ = [
     "METHODS",
@@ -25,6 +26,7 @@ __all__ = [
     "Rotary",
     "Scorer",
     "Shape",
+    "Surrogate",
     "create",
     "describe",
     "validate",

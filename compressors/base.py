@@ -13,18 +13,20 @@ from compressors.cached import CachedTokens
 from compressors.errors import MethodError
 from compressors.rotary import Rotary
 from compressors.select import top_positions
+from compressors.surrogate import Surrogate
 
 
 @dataclass(frozen=True)
 class Shape:
     """The attention geometry of the (rank's share of the) model. ``rotary`` is None where the engine cannot tell one
-    rotary embedding that all layers apply."""
+    rotary embedding that all layers apply, ``surrogate`` where none was trained for the model."""
 
     layers: int
     kv_heads: int
     query_heads: int
     head_dim: int
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
+    surrogate: Surrogate | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -73,6 +75,7 @@ class Scorer(ABC):
     query_aware: ClassVar[bool]
     reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
     needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
+    needs_surrogate: ClassVar[bool] = False  # whether it reads ``shape.surrogate``, trained for it and for the model
     counts: ClassVar[tuple[str, ...]] = COUNTS
     options: ClassVar[Mapping[str, int]] = {}  # the method's own options and their defaults
     # Instruction texts the scoring pass needs as token ids: key -> text (see ``probes``).

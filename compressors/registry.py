@@ -5,12 +5,13 @@ from difflib import get_close_matches
 
 from compressors.base import Compressor, MethodSpec, Scorer, Shape
 from compressors.errors import MethodError
+from compressors.kvzap import KVzap
 from compressors.kvzip import KVzip
 from compressors.random import Random
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, KVzip, Random)}
+METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, KVzip, KVzap, Random)}
 
 
 def validate(spec: MethodSpec) -> type[Scorer]:
@@ -48,6 +49,11 @@ def create(spec: MethodSpec, shape: Shape, num_tokens: int) -> Compressor:
         raise MethodError(
             f"{spec.name} turns keys and queries to other positions, and this model has no single rotary embedding "
             f"that all its layers apply; choose a method that needs none"
+        )
+    if method.needs_surrogate and (shape.surrogate is None or shape.surrogate.method != spec.name):
+        given = "none is loaded" if shape.surrogate is None else f"the one loaded is for {shape.surrogate.method}"
+        raise MethodError(
+            f"{spec.name} needs a surrogate that was trained for it, and {given}; set surrogate to its file"
         )
     return Compressor(method(shape, num_tokens, spec), spec)
 

@@ -55,6 +55,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "audit_share": 0.5,
         "audit_folder": "reproducers",
         "audit_keep": "tokens",
+        "surrogate": "surrogate.safetensors",
     }
     value = values[name] if name in values else getattr(DEFAULT, name) + 1
     text = json.dumps(value)
@@ -63,6 +64,12 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
     from_file = load(env={}, file=write(tmp_path, f"{name}: {text}\n"))
     assert getattr(from_flag, name) == value != getattr(DEFAULT, name)
     assert from_env == from_file == from_flag
+
+
+def test_a_compressor_that_needs_a_surrogate_is_refused_without_one() -> None:
+    with pytest.raises(ConfigError, match=r"kvzap needs a surrogate .* train one with `vericache surrogate train`"):
+        load({"compressor": "kvzap"}, {})
+    assert load({"compressor": "kvzap", "surrogate": "here"}, {}).surrogate == "here"
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
