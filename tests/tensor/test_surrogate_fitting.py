@@ -51,17 +51,15 @@ def random_text(seed: int, tokens: int = 50) -> list[tuple[int, Tensor, Tensor]]
 
 def test_ridge_does_not_depend_on_how_texts_are_cut() -> None:
     texts = [random_text(seed) for seed in range(4)]
-    together, left, right = Ridge(1.0), Ridge(1.0), Ridge(1.0)
+    together, apart = Ridge(1.0), Ridge(1.0)
     for layer in range(3):
         pieces = [text[layer] for text in texts]
         together.add(layer, torch.cat([x for _, x, _ in pieces]), torch.cat([y for _, _, y in pieces], 1))
-        for piece in pieces[:2]:
-            left.add(*piece)
-        for piece in pieces[2:]:
-            right.add(*piece)
-    ((weight, bias),), ((merged, merged_bias),) = together.fit(), left.merge(right).fit()
-    torch.testing.assert_close(merged, weight)
-    torch.testing.assert_close(merged_bias, bias)
+        for piece in pieces:
+            apart.add(*piece)
+    ((weight, bias),), ((added, added_bias),) = together.fit(), apart.fit()
+    torch.testing.assert_close(added, weight)
+    torch.testing.assert_close(added_bias, bias)
     assert weight.shape == (3, 8, 2)
     assert weight.dtype == torch.float32
 

@@ -18,8 +18,8 @@ from vericache.errors import ConfigError
 from vericache.surrogate import file, report
 from vericache.surrogate.fitting import Fitting
 from vericache.surrogate.mlp import MLP
-from vericache.surrogate.ridge import Ridge
-from vericache.surrogate.texts import Text, cut, hold_out, read
+from vericache.surrogate.ridge import STRENGTH, Ridge
+from vericache.surrogate.texts import SHORTEST, Text, cut, hold_out, read
 
 METHOD = "kvzap"
 
@@ -103,7 +103,9 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
         "--hold-out", type=float, default=0.25, help="share of the texts to measure with (default 0.25)"
     )
     parser.add_argument("--fit", choices=("ridge", "mlp"), default="ridge", help="a linear map, or one hidden layer")
-    parser.add_argument("--strength", type=float, default=1.0, help="ridge: weight of the penalty (default 1)")
+    parser.add_argument(
+        "--strength", type=float, default=STRENGTH, help=f"ridge: weight of the penalty (default {STRENGTH:g})"
+    )
     parser.add_argument("--hidden", type=_positive, default=512, help="mlp: width of the hidden layer (default 512)")
     parser.add_argument(
         "--tokens-per-text", type=_positive, default=2000, help="mlp: tokens kept in memory of a piece of text (2000)"
@@ -147,6 +149,8 @@ def _folder(args: argparse.Namespace, console: Console) -> Path:
 
 
 def _texts(args: argparse.Namespace, folder: Path, console: Console) -> list[Text]:
+    if args.tokens < SHORTEST:
+        raise ConfigError(f"--tokens is {args.tokens}, expected at least {SHORTEST}")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from compressors.surrogate import FEATURES, Surrogate
@@ -44,7 +44,7 @@ def save(path: Path, stored: Stored) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         build = Path(folder) / path.name
-        save_file(tensors, build, {name: json.dumps(value) for name, value in about.items()})
+        build.write_bytes(to_bytes(tensors, {name: json.dumps(value) for name, value in about.items()}))
         os.replace(build, path)
 
 
