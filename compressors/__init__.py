@@ -13,6 +13,7 @@ from compressors.errors import MethodError
 from compressors.registry import METHODS, create, describe, find, validate
 from compressors.rotary import Rotary
 from compressors.select import Kept
+from compressors.surrogate import Surrogate
 
 __all__ = [
     "METHODS",
@@ -26,6 +27,7 @@ __all__ = [
     "Rotary",
     "Scorer",
     "Shape",
+    "Surrogate",
     "create",
     "describe",
     "find",

@@ -14,18 +14,20 @@ from compressors.errors import MethodError
 from compressors.poisson import sample
 from compressors.rotary import Rotary
 from compressors.select import SELECTORS, Kept, top_positions
+from compressors.surrogate import Surrogate
 
 
 @dataclass(frozen=True)
 class Shape:
     """The attention geometry of the (rank's share of the) model. ``rotary`` is None where the engine cannot tell one
-    rotary embedding that all layers apply."""
+    rotary embedding that all layers apply, ``surrogate`` where none was trained for the model."""
 
     layers: int
     kv_heads: int
     query_heads: int
     head_dim: int
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
+    surrogate: Surrogate | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -97,6 +99,7 @@ class Scorer(ABC):
     reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
     needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
     dynamic: ClassVar[bool] = False  # whether ``needed`` may keep less than the ratio allows
+    needs_surrogate: ClassVar[bool] = False  # whether it reads ``shape.surrogate``, trained for it and for the model
     counts: ClassVar[tuple[str, ...]] = COUNTS
     default_counts: ClassVar[str] = "per_head"
     selectors: ClassVar[tuple[str, ...]] = SELECTORS  # only "top" where scores are no weights (ranks, logarithms)

@@ -11,6 +11,7 @@ from compressors.expected_attention import ExpectedAttention
 from compressors.h2o import H2O
 from compressors.keydiff import KeyDiff
 from compressors.knorm import KNorm
+from compressors.kvzap import KVzap
 from compressors.kvzip import KVzip
 from compressors.lagkv import LagKV
 from compressors.plugins import Methods
@@ -25,7 +26,7 @@ from compressors.tova import TOVA
 
 BUILTIN: tuple[type[Scorer], ...] = (
     StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip,
-    DuoAttention, KNorm, KeyDiff, LagKV, Random,
+    KVzap, DuoAttention, KNorm, KeyDiff, LagKV, Random,
 )  # fmt: skip
 METHODS = Methods(BUILTIN)
 
@@ -84,6 +85,11 @@ def create(spec: MethodSpec, shape: Shape, num_tokens: int) -> Compressor:
         raise MethodError(
             f"{spec.name} turns keys and queries to other positions, and this model has no single rotary embedding "
             f"that all its layers apply; choose a method that needs none"
+        )
+    if method.needs_surrogate and (shape.surrogate is None or shape.surrogate.method != spec.name):
+        given = "none is loaded" if shape.surrogate is None else f"the one loaded is for {shape.surrogate.method}"
+        raise MethodError(
+            f"{spec.name} needs a surrogate that was trained for it, and {given}; set surrogate to its file"
         )
     return Compressor(method(shape, num_tokens, spec), spec)
 

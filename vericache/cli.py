@@ -1,4 +1,4 @@
-"""The ``vericache`` command: serve, demo, methods, settings."""
+"""The ``vericache`` command: serve, demo, methods, settings, surrogate."""
 
 import argparse
 import os
@@ -22,14 +22,15 @@ _FILE = _FLAG + "config"
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. A VeriCacheError is one line on stderr, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"serve": serve, "demo": demo, "methods": methods, "settings": settings}
+    commands = {"serve": serve, "demo": demo, "methods": methods, "settings": settings, "surrogate": surrogate}
     parser = argparse.ArgumentParser(prog="vericache", description=__doc__)
     parser.add_argument(
         "command",
         choices=commands,
         help="serve MODEL: an OpenAI-compatible server (vllm serve's "
         "flags and --vericache-*); demo: plain vLLM against VeriCache on a bundled model; "
-        "methods: compressors; settings: all settings with their defaults",
+        "methods: compressors; settings: all settings with their defaults; surrogate train|eval: the surrogates that "
+        "some compressors need",
     )
     command = parser.parse_args(arguments[:1]).command
     try:
@@ -129,6 +130,13 @@ def settings(arguments: Sequence[str]) -> int:
         table.add_row(name, str(info.default), info.description or "")
     Console().print(table)
     return 0
+
+
+def surrogate(arguments: Sequence[str]) -> int:
+    """Train a surrogate for a model, or measure one."""
+    from vericache.surrogate.command import main as run
+
+    return run(arguments)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -63,6 +63,9 @@ class VeriCacheConfig(BaseModel):
         32, ge=1, description="last context tokens that are always kept, and verified ones that are never packed"
     )
     compressor_options: dict[str, int] = Field({}, description="options of the method, for example kvzip: chunk")
+    surrogate: str | None = Field(
+        None, description="file of a trained surrogate (`vericache surrogate train`), which compressor kvzap needs"
+    )
     arena_fraction: float = Field(0.5, gt=0, lt=1, description="share of the KV memory budget given to the draft arena")
     page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
     page_format: Literal[
@@ -103,9 +106,14 @@ class VeriCacheConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> "VeriCacheConfig":
         try:
-            validate(self.method)
+            method = validate(self.method)
         except MethodError as error:
             raise ValueError(str(error)) from None
+        if method.needs_surrogate and self.surrogate is None:
+            raise ValueError(
+                f"compressor {self.compressor} needs a surrogate that was trained for the model, and none is given; "
+                f"train one with `vericache surrogate train` and set surrogate to its file, or use another compressor"
+            )
         if self.draft_length > self.window - 2:
             raise ValueError(
                 f"draft_length is {self.draft_length}, but a window of {self.window} iterations holds at most "

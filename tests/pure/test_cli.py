@@ -54,6 +54,24 @@ def test_a_wrong_value_is_one_line_before_any_work(
     assert flags[0].partition("=")[0].removeprefix("--vericache-").replace("-", "_") in printed.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "/nowhere/s.safetensors"], "cannot read the surrogate /nowhere/s.safetensors"),
+        (["train", "--out", "s", "--strength", "0"], "--strength above 0"),
+        (["train", "--out", "s", "--hold-out", "1"], r"--hold-out in [0, 1)"),
+        (["train", "--out", "s", "--model", "/nowhere"], "is no model folder"),
+    ],
+)
+def test_surrogate_refuses_before_any_work(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["surrogate", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+
+
 def test_a_value_outside_the_choices_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["settings", "--vericache-policy", "random"])

@@ -60,6 +60,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "audit_share": 0.5,
         "audit_folder": "reproducers",
         "audit_keep": "tokens",
+        "surrogate": "surrogate.safetensors",
     }
     value = values[name] if name in values else getattr(DEFAULT, name) + 1
     text = json.dumps(value)
@@ -68,6 +69,12 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
     from_file = load(env={}, file=write(tmp_path, f"{name}: {text}\n"))
     assert getattr(from_flag, name) == value != getattr(DEFAULT, name)
     assert from_env == from_file == from_flag
+
+
+def test_a_compressor_that_needs_a_surrogate_is_refused_without_one() -> None:
+    with pytest.raises(ConfigError, match=r"kvzap needs a surrogate .* train one with `vericache surrogate train`"):
+        load({"compressor": "kvzap"}, {})
+    assert load({"compressor": "kvzap", "surrogate": "here"}, {}).surrogate == "here"
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
@@ -285,7 +292,8 @@ def test_streaming_llm_scores_every_head_alike(counts: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_without_counts_a_compressor_spreads_tokens_as_it_does_by_itself(name: str) -> None:
-    assert load({"compressor": name}, {}).method.counts == METHODS[name].default_counts
+    needed = {"surrogate": "file"} if METHODS[name].needs_surrogate else {}
+    assert load({"compressor": name, **needed}, {}).method.counts == METHODS[name].default_counts
 
 
 def test_all_selectors_can_be_set() -> None:

@@ -1,7 +1,7 @@
 """Runs a compression method through its interface, as the engine does, and says by brute force what it must keep."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -10,6 +10,7 @@ from hypothesis import settings
 from torch import Tensor
 
 from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Rotary, Shape
+from tests.tensor.surrogates import surrogate
 
 
 def rotary(rot: int, neox: bool = True, positions: int = 400) -> Rotary:
@@ -18,8 +19,13 @@ def rotary(rot: int, neox: bool = True, positions: int = 400) -> Rotary:
     return Rotary(torch.cat([angles.cos(), angles.sin()], -1), neox)
 
 
+def equipped(shape: Shape) -> Shape:
+    """With all that some method needs of a model."""
+    return replace(shape, rotary=shape.rotary or rotary(shape.head_dim), surrogate=shape.surrogate or surrogate(shape))
+
+
 def shape_of(layers: int, kv_heads: int, group: int, head_dim: int) -> Shape:
-    return Shape(layers, kv_heads, kv_heads * group, head_dim, rotary(head_dim))
+    return equipped(Shape(layers, kv_heads, kv_heads * group, head_dim))
 
 
 SHAPE = shape_of(layers=3, kv_heads=2, group=3, head_dim=16)
@@ -50,7 +56,7 @@ class Context:
         tokens = torch.randint(0, 1000, (num_tokens,), generator=rng).tolist()
         names = sorted({"turn", *(key for method in METHODS.values() for key in method.texts)})
         texts = {key: list(range(2000 + 10 * i, 2000 + 10 * i + 5 + i)) for i, key in enumerate(names)}
-        return cls(shape, tokens, queries, keys, values, texts, shape.head_dim**-0.5)
+        return cls(equipped(shape), tokens, queries, keys, values, texts, shape.head_dim**-0.5)
 
 
 @dataclass

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from compressors import METHODS, Compressor, Kept, MethodError, MethodSpec, Rotary, Scorer, Shape, create
+from compressors import METHODS, Compressor, Kept, MethodError, MethodSpec, Scorer, Shape, create
 from compressors.budget import forced_mask
-from tests.tensor.compressor_runs import Context, check_structure, drive, heads_of
+from tests.tensor.compressor_runs import Context, check_structure, drive, equipped, heads_of, rotary
 
 WINDOW = MethodSpec("").recent
 LENGTHS = [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 512]
@@ -19,8 +19,7 @@ ROW_TOKENS = 100  # scoring rows so short that a method which splits the context
 
 
 def shape_of(heads: str) -> Shape:
-    angles = torch.arange(2048.0)[:, None] * 10000 ** (-torch.arange(0, 16, 2) / 16)
-    return Shape(2, *HEADS[heads], 16, Rotary(torch.cat([angles.cos(), angles.sin()], -1), True))
+    return equipped(Shape(2, *HEADS[heads], 16, rotary(16, positions=2048)))
 
 
 def modes(method: type[Scorer]) -> list[tuple[str, str]]:

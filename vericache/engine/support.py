@@ -7,11 +7,14 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from compressors import METHODS
 from vericache.config import VeriCacheConfig
 from vericache.draft.formats import PageFormat, page_format
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
 from vericache.errors import ConfigError, UnsupportedError
+from vericache.surrogate import file
+from vericache.surrogate.fingerprint import geometry, geometry_of
 
 SUPPORTED_VLLM = "0.32."
 logger = logging.getLogger("vllm.vericache")
@@ -62,6 +65,29 @@ def check_supported(config: VllmConfig) -> None:
                 "page_format %s is simulated: requests draft as on packed pages, which take the memory of plain ones",
                 pages.name,
             )
+        if settings.surrogate is not None:
+            check_surrogate(settings, settings.surrogate, config)
+
+
+def check_surrogate(settings: VeriCacheConfig, path: str, config: VllmConfig) -> None:
+    """What is known before the weights are; the worker checks the model's fingerprint. Raises ConfigError or
+    UnsupportedError."""
+    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
+    if ranks > 1:
+        raise UnsupportedError(
+            f"a surrogate is set and tensor_parallel_size is {ranks}: surrogates read the keys and values of all KV "
+            f"heads of a layer, of which a rank has some; choose a compressor that needs none, or use one GPU"
+        )
+    stored = file.load(path)
+    if METHODS[settings.compressor].needs_surrogate and stored.surrogate.method != settings.compressor:
+        raise ConfigError(
+            f"the surrogate {path} is for compressor {stored.surrogate.method}, compressor is {settings.compressor}; "
+            f"change one of them"
+        )
+    layers = model.get_num_layers(config.parallel_config)
+    known = geometry(model.architecture, layers, model.get_total_num_kv_heads(), model.get_head_size())
+    if geometry_of(stored.fingerprint) != known:
+        raise file.mismatch(path, stored, known)
 
 
 def check_bitwise(backend: AttentionBackendEnum | None, head_size: int, device: str) -> None:

@@ -4,15 +4,17 @@
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from compressors import Shape
+from compressors import Shape, Surrogate
 from vericache.draft import backend
 from vericache.draft.arena import DraftArena
 from vericache.draft.runtime import DraftRuntime, HostRuntime
@@ -21,8 +23,11 @@ from vericache.engine.kv_worker import KVWorker
 from vericache.engine.pages import PageLayout
 from vericache.engine.rotary import shared_rotary
 from vericache.engine.settings import MemoryPlan, settings_of
+from vericache.errors import ConfigError
 from vericache.store.host import HostStore
 from vericache.store.transfer import CopyEngine
+from vericache.surrogate import file
+from vericache.surrogate.fingerprint import fingerprint, geometry
 
 
 class DraftWorker(ABC):
@@ -40,7 +45,8 @@ class DraftWorker(ABC):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        if settings_of(self.vllm_config).mode == "off":
+        settings = settings_of(self.vllm_config)
+        if settings.mode == "off":
             return
         connector = get_kv_transfer_group()
         assert isinstance(connector, VeriCacheConnector)
@@ -50,10 +56,31 @@ class DraftWorker(ABC):
         first = next(iter(layers.values()))
         rotary = shared_rotary(self.model_runner.get_model(), list(layers.values()))
         shape = Shape(len(layers), first.num_kv_heads, first.num_heads, first.head_size, rotary)
+        if settings.surrogate is not None:
+            shape = replace(shape, surrogate=self._surrogate(settings.surrogate, shape, caches[0].device))
         runtime = self._runtime(shape, plan, caches[0])
         copies = self._copies(caches, HostStore(plan.host_pages, caches))
         connector.worker = KVWorker(shape, runtime, self._layout(plan, first, caches), caches, copies)
         backend.attach(layers, runtime)
+
+    def model_fingerprint(self) -> str:
+        """Called over vLLM's RPC by what trains surrogates."""
+        config = self.vllm_config.model_config
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        first = next(iter(layers.values()))
+        known = geometry(config.architecture, len(layers), first.num_kv_heads, first.head_size)
+        return fingerprint(known, self.model_runner.get_model().named_parameters())
+
+    def _surrogate(self, path: str, shape: Shape, device: torch.device) -> Surrogate:
+        """Raises ConfigError where it would not serve."""
+        stored = file.load(path)
+        file.check_model(path, stored, self.model_fingerprint())
+        if shape.rotary is None:
+            raise ConfigError(
+                f"surrogate is {path}, but this model has no single rotary embedding that all its layers apply, and "
+                f"surrogates read keys without their rotation; leave surrogate out and choose another compressor"
+            )
+        return stored.surrogate.to(device)
 
     def _runtime(self, shape: Shape, plan: MemoryPlan, cache: Tensor) -> DraftRuntime:
         scheduler = self.vllm_config.scheduler_config
