@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 
 from vericache.errors import ConfigError
+from vericache.store.host_memory import available_bytes
 
 _CHUNK = 256 << 20  # bytes that one thread touches at a time
-
-
-def available_bytes() -> int:
-    """Host memory that can be had now, from /proc/meminfo."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        found = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-    return found["MemAvailable"]
 
 
 def pinned(num_bytes: int) -> Tensor:
@@ -33,8 +27,8 @@ def pinned(num_bytes: int) -> Tensor:
     room = available_bytes()
     if num_bytes > room:
         raise ConfigError(
-            f"host_memory_gib asks for {num_bytes / 2**30:.1f} GiB of pinned memory, the host has "
-            f"{room / 2**30:.1f} GiB available; lower host_memory_gib"
+            f"host_memory_gib asks for {num_bytes / 2**30:.1f} GiB of pinned memory, the host, or the "
+            f"limit of this container, leaves {room / 2**30:.1f} GiB; lower host_memory_gib or raise the limit"
         )
     memory = _Memory(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
