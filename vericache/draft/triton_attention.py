@@ -73,6 +73,11 @@ def packed_tile(pages: PageFormat) -> int:
     return pages.page_tokens if pages.kind == TURBO else min(pages.page_tokens, 2 * TILE_ELEMENTS // pages.head_dim)
 
 
+def share_unit(pages: PageFormat) -> int:
+    """A program's least share is counted in so many tokens, which take as long to read as a part takes to merge."""
+    return 2 * TILE_ELEMENTS // pages.head_dim if pages.packed else tile_tokens(pages.page_tokens, pages.head_dim)
+
+
 def warps(pages: PageFormat) -> int:
     """Of a program that walks pages."""
     return min(WARPS, max(1, pages.page_tokens // 64)) if pages.kind == TURBO else WARPS
@@ -139,7 +144,7 @@ def attend_arena(
     first = starts[layer]
     tile = packed_tile(pages) if pages.packed else tile_tokens(pages.page_tokens, dim)
     sizes = {
-        "least": max(1, scratch.share_tiles * tile // pages.page_tokens), "heads": heads, "group": group,
+        "least": max(1, scratch.share_tiles * share_unit(pages) // pages.page_tokens), "heads": heads, "group": group,
         "group_pad": max(8, triton.next_power_of_2(group)), "dim": dim, "kind": pages.kind,
     }  # fmt: skip
     scale_log2 = scale * 1.4426950408889634  # exp2 is the hardware's exponential
