@@ -7,7 +7,7 @@ Notation in docstrings: L layers, H KV heads, G query heads per KV head (``Hq = 
 n context tokens. Scores are float32 ``[L, H, n]``, larger is more important.
 """
 
-from compressors.base import Compressor, MethodSpec, Probe, Scorer, Shape
+from compressors.base import Compressor, LayerwiseScorer, MethodSpec, Probe, Scorer, Shape
 from compressors.cached import Asked, CachedTokens
 from compressors.errors import MethodError
 from compressors.registry import METHODS, create, describe, find, validate
@@ -21,6 +21,7 @@ __all__ = [
     "CachedTokens",
     "Compressor",
     "Kept",
+    "LayerwiseScorer",
     "MethodError",
     "MethodSpec",
     "Probe",
