@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from scheduler import byte_model as model
 from scheduler.acceptance import Acceptance
@@ -10,7 +11,6 @@ from scheduler.byte_model import Load, Machine, Prediction, Rounds
 RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
 DRAFTS = (4, 8, 12, 16, 20, 25, 32, 40, 50, 62)  # 62: the most that the default window holds
 WORTH = 1.05  # times plain vLLM's rate: less is within the model's error
-DRAFTING = ("staggered", "lockstep")
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,11 @@ def modes(machine: Machine, work: Workload, ratio: float, drafts: int) -> dict[s
 def recommend(
     machine: Machine, work: Workload, ratios: Iterable[float] = RATIOS, drafts: Iterable[int] = DRAFTS
 ) -> Choice:
-    """The fastest exact mode over all settings; plain vLLM unless another is faster by more than the model's error."""
-    base = baseline(machine, work)
-    lengths = tuple(drafts)
-    found = [
-        Choice(mode, prediction, ratio, x)
-        for ratio in ratios
-        for x in lengths
-        for mode, prediction in modes(machine, work, ratio, x).items()
-        if mode in DRAFTING
-    ]
-    best = max(found, key=lambda choice: choice.prediction.tokens_per_s, default=None)
+    """Staggered drafting with the best of these settings, where it beats plain vLLM by more than the model's error."""
+    base, settings = baseline(machine, work), product(ratios, drafts)
+    found = [(modes(machine, work, ratio, x).get("staggered"), ratio, x) for ratio, x in settings]
+    choices = [Choice("staggered", prediction, ratio, x) for prediction, ratio, x in found if prediction]
+    best = max(choices, key=lambda choice: choice.prediction.tokens_per_s, default=None)
     if best is None or best.prediction.tokens_per_s < WORTH * base.tokens_per_s:
         return Choice("plain", base)
     return best

@@ -163,7 +163,7 @@ def _decoding(machine: Machine, weights: float, each: float, rows: int, contexts
 
 def _in_rounds(rows: int, drafts: int) -> int:
     """Full KV caches on the device (S): one that is being loaded, and those that verify in the same iteration."""
-    return 1 + math.ceil(rows / drafts) if rows else 0
+    return min(rows, 1 + math.ceil(rows / drafts))
 
 
 def _room(machine: Machine, load: Load, each: float) -> int:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler import byte_model as model
-from scheduler.advice import DRAFTING, Choice, Workload, modes, recommend
+from scheduler.advice import Choice, Workload, modes, recommend
 from scheduler.byte_model import Machine, Prediction, Rounds
 from scheduler.remote_model import Remote, remote
 from vericache.config import VeriCacheConfig
+
+DRAFTING = ("lockstep", "staggered")
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,6 @@ def _choice(choice: Choice, base: Prediction, question: Question) -> dict[str, A
     load = question.work.load(choice.ratio)
     share = choice.prediction.rows * load.kept / (question.machine.memory - load.weights)
     wanted = {
-        "policy": choice.mode,
         "ratio": choice.ratio,
         "draft_length": choice.drafts,
         "arena_fraction": min(0.99, math.ceil(100 * share) / 100),
