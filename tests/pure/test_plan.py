@@ -130,7 +130,7 @@ def test_without_matplotlib_the_picture_is_a_clear_error(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", *SIZES, *CARD, "--png", str(tmp_path / "plan.png")]) == 2
-    assert "needs matplotlib" in capsys.readouterr().err
+    assert "matplotlib, which draws" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from scheduler.advice import modes
-from vericache.errors import ConfigError
+from vericache.figure import figure
 from vericache.plan.report import Question
 
 CELLS = 24  # of the picture, each way
@@ -88,29 +88,17 @@ def _remote(found: dict[str, Any]) -> str:
 
 def heat_map(question: Question, file: Path) -> None:
     """The speedup of staggered drafting over ratio and draft length. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "--png needs matplotlib, which is not installed; pip install matplotlib, or leave --png out"
-        ) from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     ratios = [(i + 1) / CELLS for i in range(CELLS)]
     lengths = [1 + round(i * (LONGEST - 1) / (CELLS - 1)) for i in range(CELLS)]
     speedups = [[_speedup(question, ratio, x) for ratio in ratios] for x in lengths]
     sizes = [question.work.load(ratio).c for ratio in ratios]
-    fig, axes = plt.subplots(figsize=(7, 5), layout="constrained")
-    mesh = axes.pcolormesh(sizes, lengths, speedups, shading="nearest", cmap="viridis")
-    lines = axes.contour(sizes, lengths, speedups, levels=[0.5, 1, 1.5, 2, 3, 4], colors="white")
-    axes.clabel(lines, fmt="%g")
-    axes.set_xlabel("c: kept bytes over full KV")
-    axes.set_ylabel("x: drafts per verify")
-    fig.colorbar(mesh, label="predicted tokens per second over plain vLLM's")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(file, dpi=110)
-    plt.close(fig)
+    with figure(file, 7, 5) as (fig, axes):
+        mesh = axes.pcolormesh(sizes, lengths, speedups, shading="nearest", cmap="viridis")
+        lines = axes.contour(sizes, lengths, speedups, levels=[0.5, 1, 1.5, 2, 3, 4], colors="white")
+        axes.clabel(lines, fmt="%g")
+        axes.set_xlabel("c: kept bytes over full KV")
+        axes.set_ylabel("x: drafts per verify")
+        fig.colorbar(mesh, label="predicted tokens per second over plain vLLM's")
 
 
 def _speedup(question: Question, ratio: float, drafts: int) -> float:
