@@ -1,13 +1,16 @@
-"""What all benchmarks share: the machine's description, Markdown tables, a matplotlib figure that is saved."""
+"""What all benchmarks share: the machine's description, Markdown tables, saved figures."""
 
 import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from vericache.figure import figure
+
+__all__ = ["RESULTS", "command", "figure", "machine", "save", "table"]
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
@@ -50,18 +53,3 @@ def command(
     parser.add_argument("--render", type=Path, metavar="FILE", help="only make the results of this JSON")
     args = parser.parse_args()
     render(measure(args) if args.render is None else json.loads(args.render.read_text()), args.out)
-
-
-@contextmanager
-def figure(file: Path, width: float, height: float) -> Iterator[tuple[Any, Any]]:
-    """``(figure, axes)``, saved to ``file`` on leaving."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(figsize=(width, height), layout="constrained")
-    yield fig, axes
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(file, dpi=110)
-    plt.close(fig)

@@ -13,6 +13,7 @@ model predicts for it (``predicted``).
 import argparse
 import datetime
 import json
+import math
 import os
 import random
 import subprocess
@@ -25,6 +26,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import RESULTS, figure, save, table
+from scheduler.byte_model import Load, Machine, Rounds, lockstep, plain, room_plain, room_short, short, staggered
+from vericache.plan.geometry import read_geometry
 
 if TYPE_CHECKING:
     from benchmarks.throughput_run import Job
@@ -135,7 +138,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "options": {**options, "model": args.model.name},
-        "geometry": geometry(args.model),
+        "geometry": sizes(args.model),
         "engines": results,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -170,34 +173,32 @@ def start(given: Path, out: Path, log: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-def geometry(folder: Path) -> dict[str, int]:
+def sizes(folder: Path) -> dict[str, int]:
     """Bytes of the weights in bfloat16 and of one token's KV, from the model's config."""
-    config = json.loads((folder / "config.json").read_text())
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    kv_heads, dim = config.get("num_key_value_heads", heads), config.get("head_dim") or hidden // heads
-    per_layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config["intermediate_size"]
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return {"weights": 2 * (layers * per_layer + embeddings), "kv_per_token": 2 * 2 * layers * kv_heads * dim}
+    found = read_geometry(folder)
+    return {"weights": found.weight_bytes, "kv_per_token": found.kv_per_token}
 
 
 def predicted(result: dict[str, Any], variant: str) -> float:
-    """Decoded tokens per second by the byte model: memory traffic of weights and KV, and for drafting the link."""
+    """Decoded tokens per second by the byte model; for drafting, with the measured tokens per round and size."""
     options, shape = result["options"], result["geometry"]
-    hbm, link = options["hbm_tb_s"] * 1e12, options["link_gb_s"] * 1e9
-    full = shape["kv_per_token"] * (options["prompt_tokens"] + options["tokens"] / 2)
-    budget = options["kv_gib"] * 2**30
-    if variant in ("plain", "offload", "short"):
-        each = shape["kv_per_token"] * (
-            (options["ratio"] if variant == "short" else 1) * options["prompt_tokens"] + options["tokens"] / 2
-        )
-        rows = min(options["requests"], budget // each)
-        return rows * hbm / (shape["weights"] + rows * each)
+    budget, tail = options["kv_gib"] * 2**30, shape["kv_per_token"] * options["tokens"] / 2
+    context = shape["kv_per_token"] * options["prompt_tokens"]
+    machine = Machine(shape["weights"] + budget, options["hbm_tb_s"] * 1e12, options["link_gb_s"] * 1e9)
+    full = context + tail
+    if variant not in DRAFTING:
+        load = Load(shape["weights"], full, options["ratio"] * context + tail)
+        serve, room = (short, room_short) if variant == "short" else (plain, room_plain)
+        return serve(machine, load, min(options["requests"], room(machine, load))).tokens_per_s
     run = result["engines"][variant]["runs"][0]
-    x, gained = options["draft_length"], run["tokens_per_round"]
-    drafting = full * run["compressed_fraction"] + shape["kv_per_token"] * options["tokens"] / 2
-    rows = min(options["requests"], budget * options["arena_fraction"] // drafting)
-    compute = (shape["weights"] + rows * (drafting + full / x)) / hbm
-    return rows * gained / ((x + 1) * max(compute, rows * full / (x * link)))
+    load = Load(shape["weights"], full, full * run["compressed_fraction"] + tail)
+    gained = run["tokens_per_round"]  # where the link is the limit, rounds draft longer than they aim at
+    rounds = Rounds(max(options["draft_length"], math.ceil(gained) - 1), gained)
+    rows = int(min(options["requests"], budget * options["arena_fraction"] // load.kept))
+    if variant == "lockstep":
+        rows = int(min(rows, budget * (1 - options["arena_fraction"]) // full))
+        return lockstep(machine, load, rounds, rows).tokens_per_s
+    return staggered(machine, load, rounds, rows).tokens_per_s
 
 
 def render(result: dict[str, Any], out: Path) -> None:

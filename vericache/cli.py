@@ -1,4 +1,4 @@
-"""The ``vericache`` command: serve, demo, methods, settings, surrogate."""
+"""The ``vericache`` command: serve, demo, methods, settings, plan, surrogate."""
 
 import argparse
 import os
@@ -22,15 +22,17 @@ _FILE = _FLAG + "config"
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. A VeriCacheError is one line on stderr, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"serve": serve, "demo": demo, "methods": methods, "settings": settings, "surrogate": surrogate}
+    commands = {
+        "serve": serve, "demo": demo, "methods": methods, "settings": settings, "plan": plan, "surrogate": surrogate,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(prog="vericache", description=__doc__)
     parser.add_argument(
         "command",
         choices=commands,
         help="serve MODEL: an OpenAI-compatible server (vllm serve's "
         "flags and --vericache-*); demo: plain vLLM against VeriCache on a bundled model; "
-        "methods: compressors; settings: all settings with their defaults; surrogate train|eval: the surrogates that "
-        "some compressors need",
+        "methods: compressors; settings: all settings with their defaults; plan: what drafting is worth on a "
+        "machine; surrogate train|eval: the surrogates that some compressors need",
     )
     command = parser.parse_args(arguments[:1]).command
     try:
@@ -130,6 +132,13 @@ def settings(arguments: Sequence[str]) -> int:
         table.add_row(name, str(info.default), info.description or "")
     Console().print(table)
     return 0
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """What drafting is worth for a model, a machine and a load."""
+    from vericache.plan.command import main as run
+
+    return run(arguments)
 
 
 def surrogate(arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vericache.engine.observe import LEGEND
+from vericache.figure import figure
 
 # One colour per state, light enough for black text and apart in grey scale.
 COLOURS = {
@@ -75,30 +76,24 @@ def schedule_text(schedule: Mapping[str, str], console: Console) -> None:
 
 def schedule_png(schedule: Mapping[str, str], file: Path) -> None:
     """The same as a picture: requests down, iterations across."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
     letters = list(COLOURS)
     length = max(map(len, schedule.values()))
     grid = [[letters.index(c) for c in row.ljust(length)] for row in schedule.values()]
-    figure, axes = plt.subplots(figsize=(12, 1.2 + 0.45 * len(schedule)), layout="constrained")
-    axes.imshow(
-        grid,
-        cmap=ListedColormap(list(COLOURS.values())),
-        vmin=0,
-        vmax=len(letters) - 1,
-        aspect="auto",
-        interpolation="nearest",
-    )
-    axes.set_yticks(range(len(schedule)), list(schedule))
-    axes.set_xlabel("iteration")
-    axes.set_title("Which request drafts, loads and verifies in each iteration")
     used = [c for c in LEGEND if any(c in row for row in schedule.values())]
-    handles = [Patch(facecolor=COLOURS[c], edgecolor="grey", label=LEGEND[c]) for c in used]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    with figure(file, 12, 1.2 + 0.45 * len(schedule)) as (fig, axes):
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch
+
+        axes.imshow(
+            grid,
+            cmap=ListedColormap(list(COLOURS.values())),
+            vmin=0,
+            vmax=len(letters) - 1,
+            aspect="auto",
+            interpolation="nearest",
+        )
+        axes.set_yticks(range(len(schedule)), list(schedule))
+        axes.set_xlabel("iteration")
+        axes.set_title("Which request drafts, loads and verifies in each iteration")
+        handles = [Patch(facecolor=COLOURS[c], edgecolor="grey", label=LEGEND[c]) for c in used]
+        fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

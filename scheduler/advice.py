@@ -1,0 +1,98 @@
+"""Which way of serving is worth it: every mode at the given settings, and the best settings there are."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from scheduler import byte_model as model
+from scheduler.acceptance import Acceptance
+from scheduler.byte_model import Load, Machine, Prediction, Rounds
+
+RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
+DRAFTS = (4, 8, 12, 16, 20, 25, 32, 40, 50, 62)  # 62: the most that the default window holds
+WORTH = 1.05  # times plain vLLM's rate: less is within the model's error
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``weights`` and one request's ``full`` KV, in bytes; of it ``packed`` is what kept tokens take (1: the model's
+    dtype), and ``tail`` bytes follow the compressed context uncompressed. ``batch`` requests are there at a time; None:
+    as many as fit and make the engine faster."""
+
+    weights: float
+    full: float
+    acceptance: Acceptance
+    packed: float = 1.0
+    tail: float = 0.0
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.packed <= 1 or not 0 <= self.tail < self.full or (self.batch is not None and self.batch < 1):
+            raise ValueError(
+                f"expected packed in (0, 1], a tail smaller than the full KV and a batch of at least 1, got {self}"
+            )
+
+    def load(self, ratio: float) -> Load:
+        """With ``ratio`` of the context kept."""
+        return Load(self.weights, self.full, ratio * self.packed * (self.full - self.tail) + self.tail)
+
+    def rows(self, room: int) -> int:
+        return room if self.batch is None else min(room, self.batch)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mode and its settings. A plain engine has none."""
+
+    mode: str
+    prediction: Prediction
+    ratio: float | None = None
+    drafts: int | None = None
+
+
+def baseline(machine: Machine, work: Workload) -> Prediction:
+    """Plain vLLM.
+
+    Raises:
+        ValueError: not one request fits, and so none can be verified either.
+    """
+    load = work.load(1.0)
+    rows = work.rows(model.room_plain(machine, load))
+    if not rows:
+        raise ValueError(
+            f"weights of {work.weights / 1e9:.1f} GB and the full KV of one request, {work.full / 1e9:.1f} GB, exceed "
+            f"the memory of {machine.memory / 1e9:.1f} GB; every verify needs that much"
+        )
+    return model.plain(machine, load, rows)
+
+
+def modes(machine: Machine, work: Workload, ratio: float, drafts: int) -> dict[str, Prediction]:
+    """Every mode by name, at the same ratio and draft length; without the drafting modes that memory has no room
+    for."""
+    load = work.load(ratio)
+    found = {
+        "plain": baseline(machine, work),
+        "short": model.short(machine, load, work.rows(model.room_short(machine, load))),
+    }
+    rounds = Rounds(drafts, work.acceptance.gained(ratio, drafts))
+    if rows := work.rows(model.room_lockstep(machine, load)):
+        found["lockstep"] = model.lockstep(machine, load, rounds, rows)
+    room = model.room_staggered(machine, load, drafts)
+    if work.batch is None and (enough := model.rows_in_use(machine, load, drafts)) is not None:
+        room = min(room, enough)
+    if rows := work.rows(room):
+        found["staggered"] = model.staggered(machine, load, rounds, rows)
+    return found
+
+
+def recommend(
+    machine: Machine, work: Workload, ratios: Iterable[float] = RATIOS, drafts: Iterable[int] = DRAFTS
+) -> Choice:
+    """Staggered drafting with the best of these settings, where it beats plain vLLM by more than the model's error."""
+    base, settings = baseline(machine, work), product(ratios, drafts)
+    found = [(modes(machine, work, ratio, x).get("staggered"), ratio, x) for ratio, x in settings]
+    choices = [Choice("staggered", prediction, ratio, x) for prediction, ratio, x in found if prediction]
+    best = max(choices, key=lambda choice: choice.prediction.tokens_per_s, default=None)
+    if best is None or best.prediction.tokens_per_s < WORTH * base.tokens_per_s:
+        return Choice("plain", base)
+    return best

@@ -1,0 +1,1 @@
+"""``vericache plan``: what drafting is worth on a machine, before anything is started."""
