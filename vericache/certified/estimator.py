@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vericache.errors import CompressionError
 
-_NEWTON = 32  # steps after which only bisection goes on: 6 were the most ever needed
+_NEWTON = 32  # steps after which only bisection goes on; 4 are usual
 _STEPS = 160  # bisection from the first bracket to neighbouring numbers takes about 100
 _CLOSE = 4 * torch.finfo(torch.float64).eps
 
@@ -67,12 +67,13 @@ def _fixed_point(w: Tensor, r: Tensor, light: Tensor, heavy: Tensor) -> Tensor:
 
         (sum over A of light + sum over B of w) / (1 + sum over B of r / (1 - r)).
 
-    Newton's method jumps from root to root until one lies on its own segment, which is then exact. Without a bracket it
-    could run in circles, and the plain iteration of the fixed point diverges where the slope is steep.
+    Newton's method jumps from root to root until one lies on its own segment, which is then exact. Where r is next to
+    1, h is nearly a step, and it would jump to and fro across it: a root that is not inside the bracket gives way to the
+    bracket's middle. The plain iteration of the fixed point diverges wherever the slope is steep.
     """
     odds = torch.where(r < 1, r / (1 - r), 0.0)
     high = light.sum(-1, keepdim=True)
-    low = high / (1 + odds.sum(-1, keepdim=True))  # no segment is steeper
+    low = high / (1 + odds.sum(-1, keepdim=True)) / 2  # no segment is steeper, and the root may be that
     bias = high
     for step in range(_STEPS):
         middle = (light < bias) & (bias < heavy)
@@ -82,7 +83,7 @@ def _fixed_point(w: Tensor, r: Tensor, light: Tensor, heavy: Tensor) -> Tensor:
         high = torch.where(bias > root, torch.minimum(high, bias), high)
         if bool((((root - bias).abs() <= _CLOSE * bias) | (high - low <= _CLOSE * high)).all()):
             return root
-        inside = (low <= root) & (root <= high) & (step < _NEWTON)
+        inside = (low < root) & (root < high) & (step < _NEWTON)
         bias = torch.where(inside, root, (low + high) / 2)
     return bias
 

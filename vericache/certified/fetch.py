@@ -35,7 +35,8 @@ def plan_fetch(
     """The least k such that the first k tokens of ``fetch_ranks``, made certain, bring the certificate down to
     ``target.eps``. It never grows with k, in any order, so k* is found by bisection; where all are fetched it is 0.
 
-    k* is exactly the least for this order and these weights; the weights of sampled tokens are the sketch's. Once the
+    k* is exactly the least for this order and these weights; the weights of sampled tokens are the sketch's, with their
+    radius also where chosen, since no exact logit is known yet. Once the
     chosen tokens are there, their exact logits go into new ``Weights``, their r becomes 1, and a second call says
     whether more are needed: what it looks at is still no more than the queries, the keys and r.
 
@@ -76,8 +77,8 @@ def fetch_ranks(weights: Tensor, inclusion: Tensor, shortlist: int) -> Tensor:
         w (1 - lambda) + lambda w sqrt((1 - r) / r),
 
     then all others by falling weight, so that a kernel sorts a short list only. The share stands for the fall of the
-    certificate when the token alone is fetched, which would take a fixed point for each; k* is on average the same
-    (1.00, at most 1.17 times as many). Of equal tokens the first is fetched first.
+    certificate when the token alone is fetched, which would take a fixed point for each; k* is nearly the same.
+    Of equal tokens the first is fetched first.
 
     Args:
         weights: ``[..., n]``, as for ``shrinkage``; inclusion: r, ``[..., n]``.

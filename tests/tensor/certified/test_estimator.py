@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.tensor.certified.instances import all_samples, drawn, instances, small_queries
 from tests.tensor.compressor_runs import quick
+from vericache.certified import estimator
 from vericache.certified.estimator import estimate, shrinkage
 from vericache.errors import CompressionError
 
@@ -55,7 +56,7 @@ def by_segments(w: Tensor, r: Tensor) -> float:
 
 def test_the_fixed_point_is_that_of_brute_force() -> None:
     for spread, share in [(0.1, 0.5), (2.0, 1 / 16), (2.0, 0.6), (5.0, 0.1)]:
-        logits, r = instances(20, 300, share=share, seed=3, spread=spread)
+        logits, r = instances(10, 200, share=share, seed=3, spread=spread)
         w = logits.exp()
         found = shrinkage(w, r)
         for row in range(len(w)):
@@ -75,6 +76,17 @@ def test_the_fixed_point_of_odd_cases(query: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(found.multipliers, numbers(*multipliers), rtol=1e-10, atol=0)
     assert (found.multipliers >= r).all()
     assert (found.multipliers <= 1).all()
+
+
+def test_a_handful_of_steps_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where probabilities next to 1 make a step of the function whose root is sought."""
+    monkeypatch.setattr(estimator, "_STEPS", 16)
+    rng = torch.Generator().manual_seed(0)
+    for t in range(40):
+        u, noise = torch.rand(60, generator=rng, dtype=torch.float64), torch.randn(60, generator=rng)
+        w = (noise.double() * (t % 10)).exp()
+        r = [u.clamp(min=1e-9), 1 - 10 ** (-15 * u), 10 ** (-8 * u), (w / w.max()).sqrt().clamp(min=1e-4)][t % 4]
+        assert float(shrinkage(w, r).bias) == pytest.approx(by_segments(w, r), rel=1e-12)
 
 
 def test_the_multipliers_are_those_of_a_least_squares_solver() -> None:

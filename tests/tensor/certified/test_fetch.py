@@ -30,15 +30,15 @@ def test_decisions_fail_less_often_than_delta(eps: float, share: float) -> None:
     later, z = after(fetch, r), drawn(r, 100)
     multipliers, none = shrinkage(weights.upper, later).multipliers, torch.zeros(1, 400, 0)
 
-    def failures(chances: Tensor, multipliers: Tensor) -> float:
+    def failures(chances: Tensor, multipliers: Tensor) -> Tensor:  # of each query
         total = weights.upper.sum(-1)
         d, _ = estimate(weights.upper, none, chances, z | (chances == 1), multipliers)
-        return float(((d / total - 1).abs() > eps).double().mean())
+        return ((d / total - 1).abs() > eps).double().mean(0)
 
-    assert failures(later, multipliers) < 0.1
-    assert failures(later, multipliers) < 0.02  # Bernstein's slack
+    assert failures(later, multipliers).max() < 0.1
+    assert failures(later, multipliers).mean() < 0.02  # Bernstein's slack
     if eps < 0.3:
-        assert failures(r, shrinkage(weights.upper, r).multipliers) > 0.1
+        assert failures(r, shrinkage(weights.upper, r).multipliers).mean() > 0.2
         assert 0 < fetch.count.double().mean() < 0.9 * 400
 
 

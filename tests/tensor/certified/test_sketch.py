@@ -112,6 +112,7 @@ def test_a_group_that_is_not_full_has_the_range_of_its_own_tokens(n: int) -> Non
 def test_bytes_of_a_token(name: str, dim: int, token_bytes: int) -> None:
     """Of 512 and 256 of keys and values in 16 bits: 9.4 % of the cache, 7 or 7.8 %, 3.9 or 4.7 %."""
     sketch = sketch_keys(keys_of(2, 64, dim), name)
+    assert sketch.token_bytes == token_bytes
     assert sketch.nbytes == token_bytes * 2 * 64
 
 
