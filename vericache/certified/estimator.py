@@ -68,8 +68,8 @@ def _fixed_point(w: Tensor, r: Tensor, light: Tensor, heavy: Tensor) -> Tensor:
         (sum over A of light + sum over B of w) / (1 + sum over B of r / (1 - r)).
 
     Newton's method jumps from root to root until one lies on its own segment, which is then exact. Where r is next to
-    1, h is nearly a step, and it would jump to and fro across it: a root that is not inside the bracket gives way to the
-    bracket's middle. The plain iteration of the fixed point diverges wherever the slope is steep.
+    1, h is nearly a step, and it would jump to and fro across it: a root that is not inside the bracket gives way to
+    the bracket's middle. The plain iteration of the fixed point diverges wherever the slope is steep.
     """
     odds = torch.where(r < 1, r / (1 - r), 0.0)
     high = light.sum(-1, keepdim=True)
