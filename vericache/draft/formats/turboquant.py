@@ -21,7 +21,7 @@ class TurboQuant(PageFormat):
     """
 
     kind = 1
-    STEPS: ClassVar = {4: 0.3352, 3: 0.5860, 2: 0.9957}
+    STEPS: ClassVar = {4: 0.3352, 3: 0.5860, 2: 0.9957, 1: 1.5958}  # 1: signs, for sketches only
 
     def __init__(self, bits: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> None:
         self.bits, self.step, self.middle = bits, self.STEPS[bits], (2**bits - 1) / 2
@@ -35,11 +35,12 @@ class TurboQuant(PageFormat):
         return x @ rotation(self.head_dim, x.device)
 
     def encode(self, keys: Tensor, values: Tensor, counts: Tensor) -> Tensor:
-        (keys, key_scale), (values, value_scale) = (self._encode(x) for x in (keys, values))
+        (keys, key_scale), (values, value_scale) = (self.codes(x) for x in (keys, values))
         scales = torch.stack([key_scale, value_scale], -1)
         return self._pages(pack(keys, self.bits), pack(values.transpose(1, 2), self.bits), scales)
 
-    def _encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 codes ``[..., D]`` of ``x [..., D]``, turned, and float16 scales ``[...]``."""
         turned = self.turn(x.float())
         scale = turned.square().mean(-1).sqrt().half()
         level = turned / (scale.float() * self.step).clamp(min=1e-30)[..., None]
@@ -50,7 +51,8 @@ class TurboQuant(PageFormat):
         scales = pages[:, 2 * size : 2 * size + 4 * n].contiguous().view(torch.float16).view(-1, n, 1, 2).float()
         keys = unpack(pages[:, :size], self.bits, n)
         values = unpack(pages[:, size : 2 * size], self.bits, self.head_dim).transpose(1, 2)
-        return self._decode(keys, scales[..., 0]), self._decode(values, scales[..., 1])
+        return self.numbers(keys, scales[..., 0]), self.numbers(values, scales[..., 1])
 
-    def _decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def numbers(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """What ``codes`` stand for, in their space; ``scale`` is broadcast."""
         return codes.float().sub_(self.middle).mul_(scale * self.step)
