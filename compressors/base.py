@@ -75,7 +75,7 @@ class Scorer(ABC):
     query_aware: ClassVar[bool]
     reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
     needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
-    needs_surrogate: ClassVar[bool] = False  # whether it reads ``shape.surrogate``, trained for it and for the model
+    network: ClassVar[type[Surrogate] | None] = None  # the kind of ``shape.surrogate`` that the method needs, if any
     counts: ClassVar[tuple[str, ...]] = COUNTS
     options: ClassVar[Mapping[str, int]] = {}  # the method's own options and their defaults
     # Instruction texts the scoring pass needs as token ids: key -> text (see ``probes``).

@@ -5,13 +5,14 @@ from difflib import get_close_matches
 
 from compressors.base import Compressor, MethodSpec, Scorer, Shape
 from compressors.errors import MethodError
+from compressors.fast_kvzip import FastKVzip
 from compressors.kvzap import KVzap
 from compressors.kvzip import KVzip
 from compressors.random import Random
 from compressors.snapkv import SnapKV
 from compressors.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, KVzip, KVzap, Random)}
+METHODS: dict[str, type[Scorer]] = {m.name: m for m in (StreamingLLM, SnapKV, KVzip, KVzap, FastKVzip, Random)}
 
 
 def validate(spec: MethodSpec) -> type[Scorer]:
@@ -50,8 +51,8 @@ def create(spec: MethodSpec, shape: Shape, num_tokens: int) -> Compressor:
             f"{spec.name} turns keys and queries to other positions, and this model has no single rotary embedding "
             f"that all its layers apply; choose a method that needs none"
         )
-    if method.needs_surrogate and (shape.surrogate is None or shape.surrogate.method != spec.name):
-        given = "none is loaded" if shape.surrogate is None else f"the one loaded is for {shape.surrogate.method}"
+    if method.network is not None and not isinstance(shape.surrogate, method.network):
+        given = "none is loaded" if shape.surrogate is None else "the one loaded is for another method"
         raise MethodError(
             f"{spec.name} needs a surrogate that was trained for it, and {given}; set surrogate to its file"
         )

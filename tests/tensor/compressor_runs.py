@@ -11,9 +11,8 @@ from torch import Tensor
 
 from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Shape
 from compressors.budget import kept_count
-from tests.tensor.surrogates import equipped
 
-SHAPE = equipped(Shape(layers=3, kv_heads=2, query_heads=6, head_dim=16))
+SHAPE = Shape(layers=3, kv_heads=2, query_heads=6, head_dim=16)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -41,7 +40,7 @@ class Context:
         tokens = torch.randint(0, 1000, (num_tokens,), generator=rng).tolist()
         names = sorted({"turn", *(key for method in METHODS.values() for key in method.texts)})
         texts = {key: list(range(2000 + 10 * i, 2000 + 10 * i + 5 + i)) for i, key in enumerate(names)}
-        return cls(equipped(shape), tokens, queries, keys, values, texts, shape.head_dim**-0.5)
+        return cls(shape, tokens, queries, keys, values, texts, shape.head_dim**-0.5)
 
 
 @dataclass

@@ -5,7 +5,9 @@ from itertools import pairwise
 
 import torch
 
-from compressors import Rotary, Shape, Surrogate
+from compressors import METHODS, Rotary, Shape, Surrogate
+from compressors.fast_kvzip import Gate
+from compressors.kvzap import Perceptron
 
 
 def rotary(head_dim: int, positions: int = 4096) -> Rotary:
@@ -13,20 +15,34 @@ def rotary(head_dim: int, positions: int = 4096) -> Rotary:
     return Rotary(torch.cat([angles.cos(), angles.sin()], -1), neox=True)
 
 
-def equipped(shape: Shape) -> Shape:
-    """With all that some method needs of a model."""
-    return replace(shape, rotary=rotary(shape.head_dim), surrogate=surrogate(shape))
+def equipped(shape: Shape, method: str) -> Shape:
+    """With all that the method needs of a model."""
+    kinds = {None: lambda _: None, Perceptron: perceptron, Gate: gates}
+    return replace(shape, rotary=rotary(shape.head_dim), surrogate=kinds[METHODS[method].network](shape))
 
 
-def surrogate(shape: Shape, method: str = "kvzap", hidden: int | None = None, seed: int = 0) -> Surrogate:
+def perceptron(shape: Shape, hidden: int | None = None, seed: int = 0) -> Perceptron:
     """Linear, or with ``hidden`` numbers between two maps."""
     rng = torch.Generator().manual_seed(seed)
     inputs = 2 * shape.kv_heads * shape.head_dim
     widths = [inputs, shape.kv_heads] if hidden is None else [inputs, hidden, shape.kv_heads]
-    return Surrogate(
-        method,
-        tuple(
-            (torch.randn(shape.layers, i, o, generator=rng) / i**0.5, torch.randn(shape.layers, o, generator=rng))
-            for i, o in pairwise(widths)
-        ),
-    )
+    tensors = {}
+    for index, (i, o) in enumerate(pairwise(widths)):
+        tensors[f"weight{index}"] = torch.randn(shape.layers, i, o, generator=rng) / i**0.5
+        tensors[f"bias{index}"] = torch.randn(shape.layers, o, generator=rng)
+    return Perceptron(tensors)
+
+
+def gates(shape: Shape, queries: int = 3, width: int = 4, sinks: int = 5) -> Gate:
+    rng = torch.Generator().manual_seed(0)
+    inputs, heads = 2 * shape.kv_heads * shape.head_dim, shape.kv_heads
+    sizes = {
+        "query": (inputs, heads * queries * width), "query_bias": (heads * queries * width,), "query_norm": (width,),
+        "key": (inputs, heads * width), "key_bias": (heads * width,), "key_norm": (width,),
+        "sinks": (heads, sinks, width), "bias": (heads, queries),
+    }  # fmt: skip
+    return Gate({name: torch.randn(shape.layers, *size, generator=rng) for name, size in sizes.items()})
+
+
+def same(a: Surrogate, b: Surrogate) -> bool:
+    return a.tensors.keys() == b.tensors.keys() and all(torch.equal(t, b.tensors[n]) for n, t in a.tensors.items())

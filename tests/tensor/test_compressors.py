@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from compressors import METHODS, Compressor, Kept, MethodError, MethodSpec, Shape, create, validate
 from tests.tensor.compressor_runs import SHAPE, Context, brute_force, check_structure, drive, heads_of, quick
+from tests.tensor.surrogates import equipped
 
 GRID = [(name, counts) for name, method in METHODS.items() for counts in method.counts]
 ROW_TOKENS = 100  # scoring rows so short that a method which splits the context has to split it
@@ -20,7 +21,7 @@ def spec_of(name: str, counts: str, ratio: float = 0.4, **changes: int) -> Metho
 
 
 def run(spec: MethodSpec, context: Context) -> tuple[Compressor, Kept]:
-    compressor = create(spec, context.shape, len(context.tokens))
+    compressor = create(spec, equipped(context.shape, spec.name), len(context.tokens))
     drive(compressor, context)
     return compressor, compressor.select()
 
@@ -83,7 +84,7 @@ def test_selections_are_reproducible(name: str, counts: str) -> None:
 @pytest.mark.parametrize(("name", "counts"), GRID)
 def test_bfloat16_models_are_scored_in_float32(name: str, counts: str) -> None:
     """Scores spread over many decades, which half precision cannot rank."""
-    compressor = create(spec_of(name, counts), SHAPE, 100)
+    compressor = create(spec_of(name, counts), equipped(SHAPE, name), 100)
     drive(compressor, Context.random(SHAPE, 100), torch.bfloat16)
     scores = compressor.scorer.scores()
     assert scores.dtype == torch.float32

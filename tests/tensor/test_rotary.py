@@ -73,5 +73,5 @@ def test_shapes_are_compared_without_it() -> None:
 def test_a_method_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamingLLM, "needs_rotary", True)
     with pytest.raises(MethodError, match="this model has no single rotary embedding"):
-        create(MethodSpec("streaming_llm"), Shape(3, 2, 6, 16), 50)
+        create(MethodSpec("streaming_llm"), SHAPE, 50)
     create(MethodSpec("streaming_llm"), Shape(3, 2, 6, 16, rotary(16, True)), 50)

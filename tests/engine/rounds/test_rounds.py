@@ -12,7 +12,7 @@ from tests.engine.harness import Harness
 from tests.reference import Reference, greedy
 from vericache.engine.sampling import row_seeds
 
-MODES = [(m.name, counts) for m in METHODS.values() if not m.needs_surrogate for counts in m.counts]
+MODES = [(m.name, counts) for m in METHODS.values() if m.network is None for counts in m.counts]
 
 
 @pytest.fixture(scope="module")
