@@ -1,174 +1,152 @@
-"""How many drafts survive? ``python -m benchmarks.acceptance``: accepted drafts per round, by compressor, on the
-bundled prompts and the bundled model (greedy, float32). Writes JSON, a table and a plot into docs/results/.
+"""How many drafts survive? ``python -m benchmarks.acceptance``: accepted drafts per round of every registered
+compressor, over ratios, draft lengths and temperatures, on the bundled prompts and the bundled model (float32).
 
-Only full rounds count (at least ``--draft-length`` drafts): shorter ones are cut by the end of the output. The pooled
-figure leaves out prompts whose output loops, since any drafter is right there.
+One engine compresses every prompt with every (method, ratio) and times that; rounds are predicted from what was kept,
+for all draft lengths at once (see ``tests.reference``, which tests hold the engine to). Writes JSON after every cell, a
+table and plots at the end, into docs/results/ (``--out``). ``--add`` goes on with an existing JSON, ``--minutes`` stops
+in time: a long grid can be measured in pieces. ``--quick`` (10 minutes on 2 cores): two prompts, ratios 0.25 and 0.1,
+own counts, greedy, and a check of KVzip in the engine; cells that do not fit in the time are left out.
 """
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.report import RESULTS, figure, machine, save, table
+from benchmarks.acceptance_grid import FULL, OWN, Cell, Method, Results, grid, registered
+from benchmarks.acceptance_report import NAME, Report, summed
+from benchmarks.report import RESULTS, machine
+from compressors.budget import COUNTS
+from vericache.demo import model
+from vericache.demo.prompts import PROMPTS
 from vericache.demo.worker import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from benchmarks.engine import LiveEngine
+    from benchmarks.acceptance_run import Run
 
-LOOPS_BELOW = 0.3  # share of distinct 4-grams in the output
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One prompt with one method: full rounds as (drafted, accepted)."""
-
-    prompt: str
-    method: str
-    rounds: list[tuple[int, int]]
-    distinct: float  # share of distinct 4-grams of the output
-    kept: float  # compressed bytes over full KV bytes
-
-    @property
-    def accepted(self) -> list[int]:
-        return [a for _, a in self.rounds]
-
-    @property
-    def loops(self) -> bool:
-        return self.distinct < LOOPS_BELOW
+QUICK = {"prompts": ["continue_code", "summarise"], "counts": [OWN], "ratios": [0.25, 0.1], "temperatures": [0.0],
+         "minutes": 8.0, "check": [Method.parse("kvzip")]}  # fmt: skip
 
 
-def distinct_4_grams(ids: Sequence[int]) -> float:
-    grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
-    return len(set(grams)) / max(1, len(grams))
-
-
-def measure(
-    engine: "LiveEngine",
-    prompts: Mapping[str, Sequence[int]],
-    compressor: str,
-    counts: str,
-    tokens: int,
-    **settings: Any,
-) -> list[Measured]:
-    """All prompts at once with one method; ``settings`` as in ``VeriCacheConfig`` (``draft_length`` is needed)."""
-    from vllm import SamplingParams
-
-    from benchmarks.engine import summaries
-
-    engine.configure(compressor=compressor, counts=counts, **settings)
-    outputs = engine.generate(list(prompts.values()), SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-    found = []
-    for name, output, report in zip(prompts, outputs, summaries(outputs), strict=True):
-        pairs = zip(report["drafted_per_round"], report["accepted_per_round"], strict=True)
-        rounds = [(k, a) for k, a in pairs if k >= settings["draft_length"]]
-        distinct = distinct_4_grams(output.outputs[0].token_ids)
-        found.append(Measured(name, f"{compressor} {counts}", rounds, distinct, report["compressed_fraction"]))
-    return found
-
-
-def pooled(results: Sequence[Measured]) -> float:
-    """Accepted drafts per full round over the prompts that do not loop."""
-    accepted = [a for m in results if not m.loops for a in m.accepted]
-    return sum(accepted) / max(1, len(accepted))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    methods = ["kvzip:per_head", "kvzip:per_layer", "kvzip:uniform", "snapkv:uniform", "streaming_llm:uniform"]
-    parser.add_argument("--methods", nargs="+", default=[*methods, "random:uniform"], metavar="COMPRESSOR:COUNTS")
-    parser.add_argument("--ratio", type=float, default=0.25)
-    parser.add_argument("--draft-length", type=int, default=25)
+    parser.add_argument("--quick", action="store_true", help="a small grid within 10 minutes")
+    parser.add_argument("--methods", nargs="+", type=Method.parse, metavar="COMPRESSOR[:COUNTS[:SETTING=VALUE,...]]",
+                        help="instead of every registered compressor")  # fmt: skip
+    parser.add_argument("--counts", nargs="+", choices=[OWN, *COUNTS], default=[OWN, "uniform"],
+                        help="count modes of registered compressors; own: as each one spreads tokens")  # fmt: skip
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.1, 0.5, 0.2, 0.05])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.3, 0.7, 1.0])
+    parser.add_argument("--drafts", nargs="+", type=int, default=[8, 16, 25, 40], help="drafts per round")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per prompt")
+    parser.add_argument("--prompts", nargs="+", choices=PROMPTS, default=list(PROMPTS))
+    parser.add_argument("--check", nargs="*", type=Method.parse, metavar="METHOD",
+                        help="compare rounds in the engine: of full KV and of these, at the first ratio, the first "
+                        "and the last temperature")  # fmt: skip
+    parser.add_argument("--add", action="store_true", help="keep the cells that are in --out, and leave them out here")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after so many")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of acceptance.json, .md and .png")
     args = parser.parse_args(argv)
+    if args.quick:
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
+    args.methods = args.methods or registered(args.counts)
+    args.drafts = sorted(args.drafts)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    started, args, console = monotonic(), arguments(argv), Console()
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
     torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment
-    from benchmarks.engine import LiveEngine  # imports vLLM, which reads the environment
-    from vericache.demo import model
-    from vericache.demo.prompts import PROMPTS, load
-    from vericache.demo.run import ENGINE
+    options = {"tokens": args.tokens, "drafts": args.drafts, "prompts": args.prompts}
+    described = f"{machine()}, {args.threads} thread(s)"
+    header = {"date": date.today().isoformat(), "machine": described, "model": model.NAME, "options": options}
+    try:
+        results = Results(args.out / f"{NAME}.json", header, args.add)
+    except ValueError as error:
+        console.print(str(error))
+        return 2
+    todo = list(results.missing(grid(args.methods, args.ratios, args.temperatures)))
+    if todo or args.check is not None:
+        from benchmarks.acceptance_run import Run  # imports vLLM, which reads the environment
 
-    console = Console()
-    arguments = {**ENGINE, "kv_cache_memory_bytes": 6 << 30, "enable_prefix_caching": True}
-    engine = LiveEngine(model.prepare(), arguments, {"min_prompt_tokens": 512})
-    prompts = load(list(PROMPTS), engine.tokenizer)
-    results: dict[str, list[Measured]] = {}
-    for method in args.methods:
-        compressor, _, counts = method.partition(":")
-        with console.status(f"{compressor} {counts}: {len(prompts)} prompts"):
-            key = f"{compressor} {counts}"
-            options = {"ratio": args.ratio, "draft_length": args.draft_length}
-            results[key] = measure(engine, prompts, compressor, counts, args.tokens, **options)
-        console.print(f"{key}: {pooled(results[key]):.1f} accepted per round")
-    write(results, args, console)
+        with console.status("an engine, a reference model, and the prompts' KV"):
+            run = Run(args)
+        fill(results, run, todo, started + 60 * args.minutes, console)
+        check(results, run, args, console)
+    if not results.cells:
+        return 0
+    report = Report(results.content())
+    report.write(args.out)
+    console.print("\n".join(report.grid(report.temperatures[0], report.main)))
     return 0
 
 
-def rows(results: Mapping[str, Sequence[Measured]]) -> list[list[str]]:
-    """Prompt by prompt: mean accepted per full round of each method, then the pooled line."""
-    out = []
-    for i, first in enumerate(next(iter(results.values()))):
-        means = [m[i].accepted for m in results.values()]
-        cells = [f"{sum(a) / len(a):.1f}" if a else "-" for a in means]
-        out.append([first.prompt, f"{first.distinct:.2f}" + (" (loops)" if first.loops else ""), *cells])
-    spread = [[a for m in ms if not m.loops for a in m.accepted] for ms in results.values()]
-    out.append(["**pooled, without loops**", "", *(f"**{pooled(ms):.1f}**" for ms in results.values())])
-    out.append(["min / median / max", "", *(f"{min(s)} / {median(s):.0f} / {max(s)}" for s in spread)])
-    out.append(["KV kept", "", *(f"{sum(m.kept for m in ms) / len(ms):.1%}" for ms in results.values())])
-    return out
+def fill(
+    results: Results, run: "Run", todo: Sequence[tuple[Method, float, list[float]]], end: float, console: Console
+) -> None:
+    """Measure what is missing, saving after every cell, until ``end``."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
+        task = progress.add_task("acceptance", total=sum(len(temperatures) for *_, temperatures in todo))
+        for method, ratio, temperatures in todo:
+            if monotonic() >= end:
+                console.print("out of time: go on with --add")
+                break
+            progress.update(task, description=f"{method.name} {ratio}")
+            for cell in measured(run, method, ratio, temperatures):
+                results.cells[cell["key"]] = cell
+                results.save(run.header)
+                progress.advance(task)
 
 
-def write(results: Mapping[str, Sequence[Measured]], args: argparse.Namespace, console: Console) -> None:
-    header = ["prompt", "distinct 4-grams", *results]
-    shown = Table(*header, title=f"accepted drafts per round of at least {args.draft_length}", title_justify="left")
-    for row in rows(results):
-        shown.add_row(*(cell.strip("*") for cell in row))
-    console.print(shown)
-    report = {
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-        "pooled": {k: round(pooled(ms), 2) for k, ms in results.items()},
-        "results": [m.__dict__ for ms in results.values() for m in ms],
-    }
-    lines = [
-        "# Accepted drafts per round",
-        "",
-        f"`python -m benchmarks.acceptance`, {report['date']}, {machine()}.",
-        f"SmolLM2-135M-Instruct, float32, greedy, {args.tokens} output tokens per prompt, ratio {args.ratio},",
-        f"drafts per round x = {args.draft_length}. Measured in the engine; only rounds with at least x drafts count.",
-        f"An output loops when fewer than {LOOPS_BELOW:.0%} of its 4-grams are distinct.",
-        "",
-        *table(header, rows(results)),
-        "",
-        "![Accepted drafts per round, by prompt and method](acceptance.png)",
-        "",
-    ]
-    save(args.out, "acceptance", report, "\n".join(lines))
-    picture(results, args.draft_length, args.out / "acceptance.png")
+def measured(run: "Run", method: Method, ratio: float, temperatures: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """One cell per temperature; the method compresses once."""
+    from benchmarks.acceptance_run import Refused
+
+    start, prompts = monotonic(), run.prompts
+    try:
+        selected, refused = run.select(method, ratio), None
+    except Refused as reason:
+        selected, refused = {}, str(reason)
+    for temperature in temperatures:
+        cell = Cell(method, ratio, temperature)
+        found: dict[str, Any] = {"key": cell.key, "method": method.name, "ratio": ratio, "temperature": temperature}
+        if refused is not None:
+            yield {**found, "refused": refused}
+            continue
+        rounds = run.rounds(selected, temperature)
+        yield {
+            **found,
+            "kept": round(sum(s.fraction for s in selected.values()) / len(selected), 4),
+            "scoring_ms": round(1e3 * median(1e3 * s.seconds / len(prompts[name]) for name, s in selected.items()), 1),
+            "rounds": {name: summed(of_prompt) for name, of_prompt in rounds.items()},
+            "seconds": round(monotonic() - start, 1),
+        }
+        start = monotonic()
 
 
-def picture(results: Mapping[str, Sequence[Measured]], draft_length: int, file: Path) -> None:
-    with figure(file, 9, 4.5) as (fig, axes):
-        width = 0.8 / len(results)
-        for i, (method, ms) in enumerate(results.items()):
-            means = [sum(m.accepted) / max(1, len(m.accepted)) for m in ms]
-            axes.bar([x + i * width for x in range(len(ms) + 1)], [*means, pooled(ms)], width, label=method)
-        names = [m.prompt + (" (loops)" if m.loops else "") for m in next(iter(results.values()))]
-        axes.set_xticks([x + 0.4 for x in range(len(names) + 1)], [*names, "pooled"], rotation=25, ha="right")
-        axes.axhline(draft_length, color="black", linestyle="--", linewidth=1)
-        axes.set_ylabel(f"accepted drafts per round (x = {draft_length})")
-        fig.legend(loc="outside upper center", ncols=3, frameon=False)
+def check(results: Results, run: "Run", args: argparse.Namespace, console: Console) -> None:
+    """Full KV and the methods of ``--check`` in the engine."""
+    if args.check is None:
+        return
+    for temperature in dict.fromkeys((args.temperatures[0], args.temperatures[-1])):
+        for method in (FULL, *args.check):
+            cell = Cell(method, 1.0 if method == FULL else args.ratios[0], temperature)
+            with console.status(f"checked in the engine: {cell.key}"):
+                results.checks[cell.key] = {"key": cell.key, **run.check(method, cell.ratio, temperature)}
+            console.print({k: v for k, v in results.checks[cell.key].items() if k != "key"})
+            results.save(run.header)
 
 
 if __name__ == "__main__":

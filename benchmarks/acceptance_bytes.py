@@ -2,7 +2,7 @@
 the compressed size, one line per method and page format, on the bundled prompts and model (greedy, float32). Writes
 JSON, a table and a plot into docs/results/.
 
-As in ``benchmarks.acceptance``, only full rounds count, and the pooled figure leaves out outputs that loop. Sizes are
+Only full rounds count, and the pooled figure leaves out outputs that loop. Sizes are
 fractions of the full KV in bfloat16, tables and counts included; the uncompressed tail is counted apart.
 """
 
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.acceptance import Measured, measure, pooled
+from benchmarks.acceptance_engine import Measured, measure, pooled
 from benchmarks.report import RESULTS, figure, machine, save, table
 from vericache.demo.worker import ENVIRONMENT
+from vericache.draft.formats import FORMATS, page_format
 
 NAME = "acceptance-bytes"
-FORMATS = ("plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2")
 RECENT, PAGE = 32, 32
+SIMULATED = {name for name in FORMATS if page_format(name, PAGE, 64, torch.float32).simulated}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--methods", nargs="+", default=["kvzip:per_head", "kvzip:uniform"], metavar="COMPRESSOR:COUNTS"
     )
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5])
     parser.add_argument("--draft-length", type=int, default=25)
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per prompt")
@@ -75,16 +76,21 @@ def known(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def label(name: str) -> str:
+    return f"{name} (simulated)" if name in SIMULATED else name
+
+
 def point(line: dict[str, Any]) -> tuple[str, str, str, float]:
     return line["format"], line["compressor"], line["counts"], line["ratio"]
 
 
 def line(name: str, compressor: str, counts: str, ratio: float, results: Sequence[Measured]) -> dict[str, Any]:
-    """One point. The engine reports bytes over those of float32 KV; packed pages do not depend on the dtype."""
+    """One point. The engine reports bytes over those of float32 KV; packed pages do not depend on the dtype. Where they
+    are simulated, the size is what they would take."""
     kept = sum(m.kept for m in results) / len(results)
     accepted = [a for m in results if not m.loops for a in m.accepted]
     return {
-        "format": name, "compressor": compressor, "counts": counts, "ratio": ratio,
+        "format": name, "compressor": compressor, "counts": counts, "ratio": ratio, "simulated": name in SIMULATED,
         "size": round(kept * (1 if name == "plain" else 2), 4), "accepted": round(pooled(results), 2),
         "rounds": len(accepted), "min": min(accepted), "max": max(accepted),
         "prompts": {m.prompt: {"accepted": m.accepted, "loops": m.loops} for m in results},
@@ -94,10 +100,11 @@ def line(name: str, compressor: str, counts: str, ratio: float, results: Sequenc
 def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace, context: float) -> None:
     found = {"date": date.today().isoformat(), "machine": machine(), "context": round(context), "lines": list(lines),
              "draft_length": args.draft_length, "tokens": args.tokens}  # fmt: skip
+    order = list(FORMATS)
     rows = [
-        [p["format"], f"{p['compressor']} {p['counts']}", p["ratio"], f"{p['size']:.3f}", f"{p['accepted']:.1f}",
-         f"{p['min']} / {p['max']}", p["rounds"]]
-        for p in sorted(lines, key=lambda p: (p["compressor"], p["counts"], FORMATS.index(p["format"]), p["ratio"]))
+        [label(p["format"]), f"{p['compressor']} {p['counts']}", p["ratio"], f"{p['size']:.3f}",
+         f"{p['accepted']:.1f}", f"{p['min']} / {p['max']}", p["rounds"]]
+        for p in sorted(lines, key=lambda p: (p["compressor"], p["counts"], order.index(p["format"]), p["ratio"]))
     ]  # fmt: skip
     header = ["page format", "method", "ratio", "size", "accepted per round", "min / max", "rounds"]
     text = [
@@ -108,7 +115,8 @@ def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace, context: fl
         f"average, {args.tokens} output tokens each, x = {args.draft_length}. Measured in the engine; only rounds with",
         "at least x drafts count, over prompts whose output does not loop. Size: bytes over full KV in bfloat16, of",
         f"the compressed context. Behind it are uncompressed the last {RECENT} to {RECENT + PAGE - 1} verified tokens "
-        "(all of them where the format is plain) and the running round.",
+        "(all of them where the format is plain) and the running round. Simulated: drafts are measured, the size is "
+        "computed, since the pages drafted on are plain ones that hold rounded numbers.",
         "",
         *table(header, rows, left=2),
         "",
@@ -124,8 +132,8 @@ def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace, context: fl
                                 if p["format"] == name and (p["compressor"], p["counts"]) == method)  # fmt: skip
                 if points:
                     style = "-" if method == methods[0] else "--"
-                    axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{FORMATS.index(name)}",
-                              label=f"{name}, {' '.join(method)}")  # fmt: skip
+                    axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{order.index(name)}",
+                              label=f"{label(name)}, {' '.join(method)}")  # fmt: skip
         axes.set_xscale("log")
         axes.minorticks_off()
         ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5]

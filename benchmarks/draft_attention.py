@@ -125,7 +125,8 @@ class Case:
         """Our kernel on a grid of ``programs``."""
         from vericache.draft.triton_attention import Scratch, attend_arena
 
-        scratch = Scratch.of(programs, self.shape.group, self.shape.dim, self.query.device)
+        shape = self.shape
+        scratch = Scratch.of(programs, shape.rows, shape.heads, shape.group, self.tables.format, self.query.device)
         rows = self.rows  # one token each: the slots' numbers are the tokens' too
         return lambda: attend_arena(
             self.query, self.output, self.tables, 0, rows.slot, rows.tail, rows.slot, self.starts, scratch, self.scale

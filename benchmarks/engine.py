@@ -90,9 +90,9 @@ class LiveEngine:
         last: list[Kept] = []
         put, compress = self.worker.arena.put, self.worker.compression.compress
 
-        def recording_put(slot: int, selection: Kept, read: Any) -> int:
+        def recording_put(slot: int, selection: Kept, *rest: Any) -> int:
             last[:] = [selection]
-            return put(slot, selection, read)
+            return put(slot, selection, *rest)
 
         def recording_compress(op: Any) -> int:
             pages = compress(op)

@@ -26,9 +26,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import lossless_report as report
 from benchmarks.report import RESULTS
 from compressors import METHODS
+from compressors.budget import COUNTS
 from vericache.demo.worker import ENVIRONMENT
 
-COUNTS = ("uniform", "per_layer", "per_head")
+# One compressor of each kind: without scoring rows, with rows that replay, with rows that append, and no method at all.
+FULL_COMPRESSORS, FULL_COUNTS = ("streaming_llm", "snapkv", "kvzip", "random"), ("uniform", "per_layer", "per_head")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.dtype != "float32" and any(args.temperature):
         parser.error("a near tie is judged on greedy output only: --temperature above 0 needs --dtype float32")
     if args.full:
-        args.compressor, args.counts, args.ratio = list(METHODS), list(COUNTS), [0.5, 0.25, 0.1]
+        args.compressor, args.counts, args.ratio = list(FULL_COMPRESSORS), list(FULL_COUNTS), [0.5, 0.25, 0.1]
         args.temperature = [0.0, 0.7] if args.dtype == "float32" else [0.0]
         args.policy, args.concurrency = ["staggered", "lockstep"], [1, 4]
     args.name = args.name or f"lossless-{args.dtype}"

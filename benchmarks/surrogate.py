@@ -14,13 +14,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.acceptance import Measured, measure, pooled, rows
+from benchmarks.acceptance_engine import Measured, measure, pooled
 from benchmarks.report import RESULTS, machine, save, table
 from compressors import Surrogate
 from vericache.demo import model
@@ -116,6 +117,20 @@ def accepted(
     found = [measure(engine, prompts, compressor, counts, args.tokens, **options) for compressor, counts in methods]
     engine.close()
     return found
+
+
+def rows(results: Mapping[str, Sequence[Measured]]) -> list[list[str]]:
+    """Prompt by prompt: mean accepted per full round of each method, then the pooled line."""
+    out = []
+    for i, first in enumerate(next(iter(results.values()))):
+        means = [m[i].accepted for m in results.values()]
+        cells = [f"{sum(a) / len(a):.1f}" if a else "-" for a in means]
+        out.append([first.prompt, f"{first.distinct:.2f}" + (" (loops)" if first.loops else ""), *cells])
+    spread = [[a for m in ms if not m.loops for a in m.accepted] for ms in results.values()]
+    out.append(["**pooled, without loops**", "", *(f"**{pooled(ms):.1f}**" for ms in results.values())])
+    out.append(["min / median / max", "", *(f"{min(s)} / {median(s):.0f} / {max(s)}" for s in spread)])
+    out.append(["KV kept", "", *(f"{sum(m.kept for m in ms) / len(ms):.1%}" for ms in results.values())])
+    return out
 
 
 def write(results: Mapping[str, Sequence[Measured]], agreement: Agreement, args: argparse.Namespace) -> None:

@@ -3,8 +3,9 @@
 ``python -m benchmarks.throughput --model FOLDER`` on a machine with a GPU and vLLM writes JSON, table and plot into
 docs/results/; ``--render FILE`` makes them of a JSON. Every engine has a process of its own, the same weights and the
 same bytes for KV (``--kv-gib``, the arena included); ratios are of medians over ``--repeats`` runs in that process.
-"short" is stock vLLM over contexts of ratio x length: what a lossy compressor alone would reach at best. Beside each
-figure stands what a byte model predicts for it (``predicted``).
+"short" is stock vLLM over contexts of ratio x length: what a lossy compressor alone would reach at best. "uniform" is
+staggered drafting with equal counts, "packed" with pages of ``--page-format``. Beside each figure stands what a byte
+model predicts for it (``predicted``).
 
 ``--acceptance P`` replaces the verifier's comparison by a coin (a draft is accepted with chance P): for random weights.
 """
@@ -28,7 +29,8 @@ from benchmarks.report import RESULTS, figure, save, table
 if TYPE_CHECKING:
     from benchmarks.throughput_run import Job
 
-VARIANTS = ("plain", "offload", "short", "lockstep", "staggered")
+VARIANTS = ("plain", "offload", "short", "lockstep", "staggered", "uniform", "packed")
+DRAFTING = ("lockstep", "staggered", "uniform", "packed")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,7 +38,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder of the model (with --dummy: its config is enough)")
     parser.add_argument("--name", default="throughput", help="of the result files")
     parser.add_argument("--dummy", action="store_true", help="random weights and prompts")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS[:5]))
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=7680)
     parser.add_argument("--tokens", type=int, default=256, help="output tokens per request")
@@ -47,7 +49,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ratio", type=float, default=0.25)
     parser.add_argument("--draft-length", type=int, default=25)
     parser.add_argument("--arena-fraction", type=float, default=0.5)
-    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--page-tokens", type=int, default=32)
+    parser.add_argument("--page-format", default="turboquant4", help='of the variant "packed"')
     parser.add_argument("--backend", default="FLASH_ATTN")
     parser.add_argument("--acceptance", type=float, help="accept each draft with this chance instead of comparing")
     parser.add_argument("--repeats", type=int, default=3)
@@ -99,10 +102,13 @@ def job(args: argparse.Namespace, variant: str, texts: list[list[int]], lock: st
     if args.dummy:
         engine["load_format"] = "dummy"
     settings: dict[str, Any] | None = None
-    if variant in ("lockstep", "staggered"):
+    if variant in DRAFTING:
         settings = {
-            "min_prompt_tokens": min(1024, args.prompt_tokens), "policy": variant, "compressor": args.compressor,
-            "counts": args.counts, "ratio": args.ratio, "draft_length": args.draft_length, "window": window,
+            "min_prompt_tokens": min(1024, args.prompt_tokens), "compressor": args.compressor,
+            "policy": "lockstep" if variant == "lockstep" else "staggered",
+            "counts": "uniform" if variant == "uniform" else args.counts,
+            "page_format": args.page_format if variant == "packed" else "plain", "ratio": args.ratio,
+            "draft_length": args.draft_length, "window": window,
             "verify_tokens": verify_tokens, "arena_fraction": args.arena_fraction, "page_tokens": args.page_tokens,
             "host_memory_gib": args.host_gib, "trace_iterations": 0,
         }  # fmt: skip
@@ -207,6 +213,7 @@ def render(result: dict[str, Any], out: Path) -> None:
         rows.append([
             variant, f"{rate[0]:.0f} / {median(rate):.0f} / {rate[-1]:.0f}", f"{predicted(result, variant):.0f}",
             f"{median(rate) / base:.2f}" if base else "-", f"{middle['tokens_per_s']:.0f}",
+            max((s["most_rows"] for s in middle["steps"].values() if "most_rows" in s), default="-"),
             middle.get("tokens_per_round", "-"), middle.get("compressed_fraction", "-"),
             middle.get("steady_link") or "-",
             middle.get("ring_pages", "-") if "link_busy" in middle else "-",
@@ -227,7 +234,7 @@ def render(result: dict[str, Any], out: Path) -> None:
         + ("Acceptance as the model decides." if chance is None else
            f"**Synthetic acceptance**: each draft is accepted with chance {chance}, weights are random."), "",
         *table(["engine", "decoded tokens/s, min / median / max", "predicted", "ratio", "tokens/s with prefill",
-                "tokens per round", "c", "link busy", "pages in ring, peak"], rows), "",
+                "rows at once", "tokens per round", "c", "link busy", "pages in ring, peak"], rows), "",
         "## Steps", "",
         *table(["engine", "step", "number", "rows", "wall ms", "GPU ms (graph)", "s in all"], steps, left=2), "",
         "`python -m benchmarks.throughput`. Decoded: output without each request's first token, over the time beyond a "

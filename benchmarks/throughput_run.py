@@ -120,6 +120,7 @@ class Trace:
             kind: {
                 "steps": len(times),
                 "rows": median(rows[kind]),
+                "most_rows": max(rows[kind]),
                 "wall_ms": round(median(times), 3),
                 "wall_total_s": round(sum(times) / 1e3, 3),
                 "graphs": len(gpu[kind]),

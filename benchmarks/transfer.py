@@ -48,7 +48,7 @@ def attention() -> tuple[torch.cuda.CUDAGraph, Any]:
 
     case = Case(ATTENTION[1], ragged=True, page_tokens=32)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    call = case.attend(grid_programs(32, case.shape.dim, processors))
+    call = case.attend(grid_programs(case.tables.format, processors))
     return captured(call), call
 
 

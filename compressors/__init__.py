@@ -7,11 +7,12 @@ Notation in docstrings: L layers, H KV heads, G query heads per KV head (``Hq = 
 n context tokens. Scores are float32 ``[L, H, n]``, larger is more important.
 """
 
-from compressors.base import Compressor, Kept, MethodSpec, Probe, Scorer, Shape
+from compressors.base import Compressor, LayerwiseScorer, MethodSpec, Probe, Scorer, Shape
 from compressors.cached import Asked, CachedTokens
 from compressors.errors import MethodError
-from compressors.registry import METHODS, create, describe, validate
+from compressors.registry import METHODS, create, describe, find, validate
 from compressors.rotary import Rotary
+from compressors.select import Kept
 from compressors.surrogate import Surrogate
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "CachedTokens",
     "Compressor",
     "Kept",
+    "LayerwiseScorer",
     "MethodError",
     "MethodSpec",
     "Probe",
@@ -29,5 +31,6 @@ __all__ = [
     "Surrogate",
     "create",
     "describe",
+    "find",
     "validate",
 ]

@@ -11,22 +11,23 @@ from torch import Tensor
 from compressors.budget import COUNTS, allocate, forced_mask, kept_count
 from compressors.cached import CachedTokens
 from compressors.errors import MethodError
+from compressors.poisson import sample
 from compressors.rotary import Rotary
-from compressors.select import top_positions
+from compressors.select import SELECTORS, Kept, top_positions
 from compressors.surrogate import Surrogate
 
 
 @dataclass(frozen=True)
 class Shape:
     """The attention geometry of the (rank's share of the) model. ``rotary`` is None where the engine cannot tell one
-    rotary embedding that all layers apply, ``surrogate`` where none was trained for the model."""
+    rotary embedding that all layers apply; ``surrogates`` are those trained for the model, by method."""
 
     layers: int
     kv_heads: int
     query_heads: int
     head_dim: int
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
-    surrogate: Surrogate | None = field(default=None, compare=False, repr=False)
+    surrogates: Mapping[str, Surrogate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -39,7 +40,9 @@ class MethodSpec:
     """A method with its parameters: what travels with a request. Hashable and picklable.
 
     ``ratio`` is the kept fraction of token-heads (the paper's c for a token dropper), ``sinks`` first and
-    ``recent`` last context tokens are always kept.
+    ``recent`` last context tokens are always kept. ``beta`` is how steep counts ``pyramid`` are. ``selector`` is how a
+    head's tokens are chosen by their scores: the best, or by chance (``compressors.poisson``, whose ``power``,
+    ``floor`` and ``seed`` these are).
     """
 
     name: str
@@ -48,6 +51,26 @@ class MethodSpec:
     sinks: int = 4
     recent: int = 32
     options: tuple[tuple[str, int], ...] = ()
+    beta: float = 20.0
+    selector: str = "top"
+    power: float = 1.0
+    floor: float = 1e-3
+    seed: int = 0
+
+    @property
+    def forced(self) -> int:
+        """Tokens that every head keeps, of a context that has as many."""
+        return self.sinks + self.recent
+
+    @property
+    def least(self) -> int:
+        """Tokens that every head keeps at least, on average: a sample needs one that is not forced."""
+        return self.forced + (self.selector != "top")
+
+    def budget(self, num_tokens: int) -> int:
+        """Kept tokens per KV head, on average over all (layer, head), of a context of ``num_tokens``: known before any
+        score is. The most that are kept where the selector or the method may keep less."""
+        return min(num_tokens, max(kept_count(self.ratio, num_tokens, self.sinks, self.recent), self.least))
 
     def with_option(self, name: str, value: int) -> "MethodSpec":
         return replace(self, options=tuple(sorted({**dict(self.options), name: value}.items())))
@@ -75,8 +98,11 @@ class Scorer(ABC):
     query_aware: ClassVar[bool]
     reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
     needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
-    network: ClassVar[type[Surrogate] | None] = None  # the kind of ``shape.surrogate`` that the method needs, if any
+    network: ClassVar[type[Surrogate] | None] = None  # the kind in ``shape.surrogates`` the method needs, if any
+    dynamic: ClassVar[bool] = False  # whether ``needed`` may keep less than the ratio allows
     counts: ClassVar[tuple[str, ...]] = COUNTS
+    default_counts: ClassVar[str] = "per_head"
+    selectors: ClassVar[tuple[str, ...]] = SELECTORS  # only "top" where scores are no weights (ranks, logarithms)
     options: ClassVar[Mapping[str, int]] = {}  # the method's own options and their defaults
     # Instruction texts the scoring pass needs as token ids: key -> text (see ``probes``).
     texts: ClassVar[Mapping[str, str]] = {}
@@ -126,20 +152,20 @@ class Scorer(ABC):
     def scores(self) -> Tensor:
         """float32 ``[L, H, n]``, finite."""
 
+    def needed(self) -> Tensor:
+        """int64 ``[L, H]``, if ``dynamic``: how many of its best tokens, forced ones first, each head needs."""
+        raise NotImplementedError(f"{self.name} keeps what the ratio says")
 
-@dataclass(frozen=True)
-class Kept:
-    """The selection, ragged over (layer, KV head): ``counts`` int64 ``[L, H]`` and ``positions`` int64
-    ``[counts.sum()]``, ordered by layer, head, position."""
 
-    counts: Tensor
-    positions: Tensor
+class LayerwiseScorer(Scorer):
+    """Writes its scores while it sees the layers, into ``_scores`` (float32 ``[L, H, n]``, zero at first)."""
 
-    def layer(self, index: int) -> Tensor:
-        """Positions of one layer, ordered by head then position."""
-        per_layer = self.counts.sum(1)
-        start = int(per_layer[:index].sum())
-        return self.positions[start : start + int(per_layer[index])]
+    def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
+        super().__init__(shape, num_tokens, spec)
+        self._scores = torch.zeros(shape.layers, shape.kv_heads, num_tokens)
+
+    def scores(self) -> Tensor:
+        return self._scores
 
 
 class Compressor:
@@ -154,29 +180,51 @@ class Compressor:
     @property
     def reads_cache(self) -> bool:
         """Whether ``read`` must be called once for every layer before ``select``."""
-        return self.scorer.reads_cache and self.budget < self.scorer.num_tokens
+        return self.scorer.reads_cache and not self._keeps_all
 
     def read(self, layer: int, cached: CachedTokens) -> None:
         self.scorer.read(layer, cached)
 
     @property
     def budget(self) -> int:
-        """Kept tokens per KV head, on average over all (layer, head): known before any score is."""
-        return kept_count(self.spec.ratio, self.scorer.num_tokens, self.spec.sinks, self.spec.recent)
+        """Kept tokens per KV head, on average over all (layer, head)."""
+        return self.spec.budget(self.scorer.num_tokens)
 
     def select(self) -> Kept:
-        """Score, allocate counts, choose positions. Exactly ``L * H * budget`` token-heads are kept."""
-        shape, n = self.scorer.shape, self.scorer.num_tokens
-        if self.budget == n:
+        """Score, allocate counts, choose positions. Exactly ``L * H * budget`` token-heads are kept; at most as many by
+        a ``dynamic`` method, and by selector ``poisson``, whose sizes are random."""
+        shape, n, spec = self.scorer.shape, self.scorer.num_tokens, self.spec
+        if self._keeps_all:
             counts = torch.full((shape.layers, shape.kv_heads), n, dtype=torch.int64)
-            return Kept(counts, torch.arange(n).repeat(shape.layers * shape.kv_heads))
+            certain = None if spec.selector == "top" else torch.ones(1).expand(*counts.shape, n)
+            return Kept(counts, torch.arange(n).repeat(counts.numel()), certain)
         scores = self.scorer.scores().float()
         expected = (shape.layers, shape.kv_heads, n)
         if scores.shape != expected or not torch.isfinite(scores).all():
             raise MethodError(
-                f"{self.spec.name} returned scores of shape {tuple(scores.shape)}, "
+                f"{spec.name} returned scores of shape {tuple(scores.shape)}, "
                 f"{'all finite' if torch.isfinite(scores).all() else 'some not finite'}; expected finite {expected}"
             )
-        scores = scores.masked_fill(forced_mask(n, self.spec.sinks, self.spec.recent), float("inf"))
-        counts = allocate(scores, self.budget, self.spec.counts, self.spec.sinks + self.spec.recent)
-        return Kept(counts, top_positions(scores, counts))
+        forced = forced_mask(n, spec.sinks, spec.recent)
+        scores = scores.masked_fill(forced, float("inf"))
+        counts = allocate(scores, self.budget, spec.counts, spec.forced, spec.least - spec.forced, spec.beta)
+        if self.scorer.dynamic:
+            counts = torch.minimum(counts, self._needed())
+        if spec.selector == "top":
+            return Kept(counts, top_positions(scores, counts))
+        return sample(scores, counts, forced, spec.selector, spec.power, spec.floor, spec.seed)
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Whatever the scores are."""
+        most = self.spec.least if self.scorer.dynamic else self.budget
+        return self.scorer.num_tokens <= most
+
+    def _needed(self) -> Tensor:
+        needed, shape = self.scorer.needed(), self.scorer.shape
+        if needed.shape != (shape.layers, shape.kv_heads) or needed.dtype != torch.int64:
+            raise MethodError(
+                f"{self.spec.name} needs counts of shape {tuple(needed.shape)} and {needed.dtype}; "
+                f"expected {(shape.layers, shape.kv_heads)} and torch.int64"
+            )
+        return needed.clamp(min=self.spec.least)

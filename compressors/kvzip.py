@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from compressors.base import MethodSpec, Probe, Scorer, Shape
+from compressors.base import LayerwiseScorer, MethodSpec, Probe, Shape
 from compressors.cached import Asked, CachedTokens
 from compressors.errors import MethodError
 
@@ -14,7 +13,7 @@ _OVERLAP = 8  # tokens of the previous chunk that tell the model where to start
 _ASK = 64  # room for the instruction around a chunk
 
 
-class KVzip(Scorer):
+class KVzip(LayerwiseScorer):
     """Maximum attention each cached token receives while the context is reconstructed chunk by chunk, over the
     queries of the reconstruction and the query heads of a KV head. Query-agnostic; scores are comparable across
     heads and layers, so one global threshold (``per_head``) is the method's own rule.
@@ -34,19 +33,21 @@ class KVzip(Scorer):
     def __init__(self, shape: Shape, num_tokens: int, spec: MethodSpec) -> None:
         super().__init__(shape, num_tokens, spec)
         self._chunk = self.option(spec, "chunk")
-        self._scores = torch.zeros(shape.layers, shape.kv_heads, num_tokens)
 
     @classmethod
     def check(cls, spec: MethodSpec) -> None:
         if cls.option(spec, "chunk") < _OVERLAP:
-            raise MethodError(f"kvzip: option 'chunk' must be at least {_OVERLAP}, got {cls.option(spec, 'chunk')}")
+            raise MethodError(
+                f"{cls.name}: option 'chunk' must be at least {_OVERLAP}, got {cls.option(spec, 'chunk')}"
+            )
 
     @classmethod
     def fit(cls, spec: MethodSpec, row_tokens: int) -> MethodSpec:
         chunk = min(cls.option(spec, "chunk"), row_tokens - _ASK)
         if chunk < _OVERLAP:
             raise MethodError(
-                f"kvzip needs scoring rows of at least {_ASK + _OVERLAP} tokens behind the context, {row_tokens} fit"
+                f"{cls.name} needs scoring rows of at least {_ASK + _OVERLAP} tokens behind the context, "
+                f"{row_tokens} fit"
             )
         return spec.with_option("chunk", chunk)
 
@@ -69,6 +70,3 @@ class KVzip(Scorer):
         sinks = min(self.spec.sinks, start)  # keys that keep the softmax honest; part of the chunk when it is the first
         asked = Asked(start, stop, sinks, "max")
         self._scores[layer, :, start:stop] = cached.attention_received(query, key, asked, scale)
-
-    def scores(self) -> Tensor:
-        return self._scores

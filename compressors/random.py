@@ -16,6 +16,7 @@ class Random(Scorer):
     name = "random"
     summary = "uniformly random tokens per head; the baseline"
     query_aware = False
+    selectors: ClassVar[tuple[str, ...]] = ("top",)
     options: ClassVar[Mapping[str, int]] = {"seed": 0}
 
     @classmethod

@@ -1,7 +1,31 @@
 """From scores and counts to kept positions."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+SELECTORS = ("top", "poisson", "pareto")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The selection, ragged over (layer, KV head): ``counts`` int64 ``[L, H]`` and ``positions`` int64
+    ``[counts.sum()]``, ordered by layer, head, position.
+
+    ``inclusion``: float32 ``[L, H, n]``, the probability with which each token was to be kept, for estimators that
+    weigh what is kept by it; None where nothing was left to chance.
+    """
+
+    counts: Tensor
+    positions: Tensor
+    inclusion: Tensor | None = None
+
+    def layer(self, index: int) -> Tensor:
+        """Positions of one layer, ordered by head then position."""
+        per_layer = self.counts.sum(1)
+        start = int(per_layer[:index].sum())
+        return self.positions[start : start + int(per_layer[index])]
 
 
 def top_positions(scores: Tensor, counts: Tensor) -> Tensor:

@@ -10,12 +10,14 @@ from compressors.base import Scorer
 
 class StreamingLLM(Scorer):
     """A token matters as much as it is recent. Positions are the original ones, not re-numbered inside the
-    cache, because the verifier uses the original ones. Every head scores alike, so counts are uniform."""
+    cache, because the verifier uses the original ones. Every head scores alike, so none competes with another."""
 
     name = "streaming_llm"
     summary = "attention sinks and the most recent tokens; needs no queries"
     query_aware = False
-    counts: ClassVar[tuple[str, ...]] = ("uniform",)
+    selectors: ClassVar[tuple[str, ...]] = ("top",)
+    counts: ClassVar[tuple[str, ...]] = ("uniform", "pyramid")
+    default_counts = "uniform"
 
     def scores(self) -> Tensor:
         recency = torch.arange(self.num_tokens, dtype=torch.float32)

@@ -1,12 +1,13 @@
 """What packed page formats lose, written down a second time: the oracle of the formats and of every packed round."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from tests.kvquant_oracle import fitted, lost
 from vericache.draft.formats import rotation
 
 STEPS = {4: 0.3352, 3: 0.5860, 2: 0.9957}  # between the best uniform levels of a normal distribution (Max 1960)
@@ -30,13 +31,16 @@ class Packing:
             keys, values = stored.keys.clone(), stored.values.clone()
             behind = torch.arange(context, keys.shape[2])
             behind = behind[: len(behind) // self.page_tokens * self.page_tokens]
-            for head in range(keys.shape[1]):
-                for where in (mask[layer, head].nonzero()[:, 0], behind):
-                    if len(where):
-                        k, v = self.lose(keys[0, head, where], values[0, head, where])
-                        keys[0, head, where], values[0, head, where] = k, v
+            self.pack_layer(keys[0], values[0], [m.nonzero()[:, 0] for m in mask[layer]], behind)
             out.update(keys, values, layer)
         return out
+
+    def pack_layer(self, keys: Tensor, values: Tensor, kept: Sequence[Tensor], behind: Tensor) -> None:
+        """In place, ``keys`` and ``values [H, T, D]``; positions ``kept`` of each head, and ``behind`` the context."""
+        for head, mine in enumerate(kept):
+            for where in (mine, behind):
+                if len(where):
+                    keys[head, where], values[head, where] = self.lose(keys[head, where], values[head, where])
 
     def exact_from(self, context: int, n: int) -> int:
         """The first token that is not packed when ``n`` are verified."""
@@ -50,6 +54,25 @@ def turboquant(bits: int, page_tokens: int, keep: int) -> Packing:
         scale = (y.pow(2).mean(-1, keepdim=True).sqrt().half().double() * STEPS[bits]).clamp(min=1e-30)
         level = (torch.floor(y / scale) + 0.5).clamp(-(2 ** (bits - 1)) + 0.5, 2 ** (bits - 1) - 0.5)
         return ((level * scale) @ matrix).float()
+
+    return Packing(lambda keys, values: (rounded(keys), rounded(values)), page_tokens, keep)
+
+
+def rotatekv(bits: int, page_tokens: int, keep: int) -> Packing:
+    def rounded(x: Tensor) -> Tensor:
+        """Every token in a range of its own, behind a Hadamard matrix written down by its definition."""
+        sizes = [int(s) << i for i, s in enumerate(reversed(f"{x.shape[-1]:b}"))][::-1]
+        blocks = [
+            torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]) / size**0.5
+            for size in sizes
+            if size
+        ]
+        matrix = torch.block_diag(*blocks).double()
+        y = x.double() @ matrix
+        low, high = y.amin(-1, keepdim=True).float(), y.amax(-1, keepdim=True).float()
+        scale = ((high - low) / (2**bits - 1)).half().clamp(min=6e-8).double()
+        zero = low.half().double()
+        return ((((y - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero) @ matrix).float()
 
     return Packing(lambda keys, values: (rounded(keys), rounded(values)), page_tokens, keep)
 
@@ -70,3 +93,27 @@ def kivi(bits: int, page_tokens: int, keep: int) -> Packing:
         return keys, values
 
     return Packing(lose, page_tokens, keep)
+
+
+@dataclass(frozen=True)
+class KVQuantPacking(Packing):
+    """Everything behind RoPE with base ``theta``; fitted to what is kept of the context, in all heads of a layer."""
+
+    bits: int
+    theta: float
+
+    def pack_layer(self, keys: Tensor, values: Tensor, kept: Sequence[Tensor], behind: Tensor) -> None:
+        heads = [(keys[h, mine], values[h, mine], mine) for h, mine in enumerate(kept)]
+        fit = fitted(heads, self.bits, self.theta)
+        for head, mine in enumerate(kept):
+            for where in (mine, behind):
+                if len(where):
+                    run = keys[head, where], values[head, where], where
+                    keys[head, where], values[head, where] = lost(run, fit, head, self.page_tokens, self.theta)
+
+
+def kvquant(bits: int, page_tokens: int, keep: int, theta: float) -> Packing:
+    def lose(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("depends on positions and on other heads")
+
+    return KVQuantPacking(lose, page_tokens, keep, bits, theta)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vericache.config import VeriCacheConfig, check_names, load
-from vericache.errors import VeriCacheError
+from vericache.errors import ConfigError, VeriCacheError
 
 _FLAG = "vericache_"
 _FILE = _FLAG + "config"
@@ -103,11 +103,15 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def methods(arguments: Sequence[str]) -> int:
-    from compressors import describe
+    from compressors import MethodError, describe
 
     argparse.ArgumentParser(prog="vericache methods", description="List the compressors.").parse_args(list(arguments))
     table = Table("compressor", "counts", "what it keeps")
-    for row in describe():
+    try:
+        rows = describe()
+    except MethodError as error:  # an installed distribution registers a method that is broken
+        raise ConfigError(str(error)) from None
+    for row in rows:
         table.add_row(*row)
     Console().print(table)
     return 0

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from compressors import MethodError, MethodSpec, validate
+from compressors import MethodError, MethodSpec, find, validate
 from compressors.budget import kept_count
 from vericache.errors import ConfigError
 
@@ -37,7 +37,20 @@ class VeriCacheConfig(BaseModel):
     policy: Literal["staggered", "lockstep"] = Field("staggered", description="when requests verify")
     verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")
     compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
-    counts: Literal["uniform", "per_layer", "per_head"] = Field("per_head", description="how kept tokens are spread")
+    counts: Literal["auto", "uniform", "per_layer", "per_head", "within_layer", "pyramid"] = Field(
+        "auto",
+        description="how kept tokens are spread over layers and KV heads; auto: as the compressor does by itself",
+    )
+    pyramid_beta: float = Field(20.0, ge=1, description="counts pyramid: average count over the last layer's")
+    selector: Literal["top", "poisson", "pareto"] = Field(
+        "top",
+        description="how a head's tokens are chosen: the best, or at random with probabilities that follow the scores",
+    )
+    selector_power: float = Field(1.0, gt=0, description="random selectors: exponent of the scores")
+    selector_floor: float = Field(
+        1e-3, gt=0, le=1, description="random selectors: share of a head's largest score that all are raised to"
+    )
+    selector_seed: int = Field(0, ge=0, lt=2**32, description="random selectors: seed")
     ratio: float = Field(0.25, gt=0, le=1, description="kept fraction of the context")
     ratio_limit: float | None = Field(
         None,
@@ -56,15 +69,20 @@ class VeriCacheConfig(BaseModel):
     )
     arena_fraction: float = Field(0.5, gt=0, lt=1, description="share of the KV memory budget given to the draft arena")
     page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
-    page_format: Literal["plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2"] = Field(
-        "plain", description="how the arena stores tokens: the model's dtype, or packed into so many bits"
-    )
+    page_format: Literal[
+        "plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2", "rotatekv4", "rotatekv2",
+        "kvquant4", "kvquant3", "kvquant2",
+    ] = Field(
+        "plain",
+        description="how the arena stores tokens: the model's dtype, or packed into so many bits (kvquant: simulated, "
+        "drafts as with it in the memory of plain)",
+    )  # fmt: skip
     tail_tokens: int = Field(512, ge=1, description="tokens behind the compressed context before it is compressed anew")
     host_memory_gib: float = Field(4.0, gt=0, description="host memory for the full KV of drafting requests")
     iteration_seconds: float | None = Field(None, gt=0, description="fix T_iter of the BW ring instead of measuring it")
     link_bytes_per_second: float | None = Field(None, gt=0, description="fix L of the BW ring instead of measuring it")
     max_recoveries: int = Field(2, ge=0, description="failed demotions or reloads before a request stays resident")
-    request_options: tuple[Literal["mode", "draft_length", "compressor", "counts", "ratio"], ...] = Field(
+    request_options: tuple[Literal["mode", "draft_length", "compressor", "counts", "selector", "ratio"], ...] = Field(
         ("mode", "draft_length"), description="what clients may set for a request (vllm_xargs: vericache_mode, ...)"
     )
     audit_share: float = Field(0.0, ge=0, le=1, description="share of drafted requests the server replays on full KV")
@@ -108,12 +126,13 @@ class VeriCacheConfig(BaseModel):
             )
         if self.ratio_limit is not None and self.ratio_limit < self.ratio:
             raise ValueError(f"ratio_limit is {self.ratio_limit}, expected at least ratio ({self.ratio})")
-        forced = self.sinks + self.recent
+        least = self.method.least
         wanted = kept_count(self.ratio, self.min_prompt_tokens, 0, 0)
-        if wanted < min(forced, self.min_prompt_tokens):
+        if wanted < min(least, self.min_prompt_tokens):
+            sampled = "" if self.selector == "top" else " and one to sample"
             raise ValueError(
                 f"ratio {self.ratio} keeps {wanted} tokens of a {self.min_prompt_tokens}-token prompt, fewer than "
-                f"sinks + recent ({forced}); raise ratio or min_prompt_tokens, or lower sinks or recent"
+                f"sinks + recent{sampled} ({least}); raise ratio or min_prompt_tokens, or lower sinks or recent"
             )
         return self
 
@@ -124,14 +143,13 @@ class VeriCacheConfig(BaseModel):
 
     @property
     def method(self) -> MethodSpec:
+        """Raises MethodError for an unknown compressor."""
+        counts = find(self.compressor).default_counts if self.counts == "auto" else self.counts
+        options = tuple(sorted(self.compressor_options.items()))
         return MethodSpec(
-            self.compressor,
-            self.counts,
-            self.ratio,
-            self.sinks,
-            self.recent,
-            tuple(sorted(self.compressor_options.items())),
-        )
+            self.compressor, counts, self.ratio, self.sinks, self.recent, options, self.pyramid_beta,
+            self.selector, self.selector_power, self.selector_floor, self.selector_seed,
+        )  # fmt: skip
 
 
 def load(

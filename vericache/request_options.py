@@ -25,6 +25,7 @@ class RequestOptions(BaseModel):
     draft_length: int | None = Field(None, ge=1, description="drafts a round aims at")
     compressor: str | None = Field(None, description="scoring method")
     counts: str | None = Field(None, description="how kept tokens are spread")
+    selector: str | None = Field(None, description="how a head's tokens are chosen")
     ratio: float | None = Field(None, gt=0, le=1, description="kept fraction of the context")
 
 
@@ -47,7 +48,7 @@ class RequestSettings:
         self.off = options.mode == "off"
         self.min_prompt_tokens = server.min_prompt_tokens
         if options.mode == "draft":  # the shortest prompt that leaves room for sinks and recent tokens
-            self.min_prompt_tokens = math.ceil((self.config.sinks + self.config.recent) / self.config.ratio)
+            self.min_prompt_tokens = math.ceil(self.config.method.least / self.config.ratio)
 
 
 def parse(extra_args: Mapping[str, Any], allowed: tuple[str, ...]) -> RequestOptions:

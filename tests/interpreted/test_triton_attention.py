@@ -22,7 +22,8 @@ def run(counts: torch.Tensor, slots: list[int], tails: list[int], **shape: int) 
     tables = random_tables(counts.to(DEVICE), slot_tails.to(DEVICE), page_tokens, dim, dtype, generator)
     rows = Rows(torch.tensor(slots, dtype=torch.int32).to(DEVICE), torch.tensor(tails, dtype=torch.int32).to(DEVICE))
     query = torch.randn(len(slots), heads * group, dim, generator=generator, device=DEVICE).to(dtype)
-    scratch = Scratch.of(shape.get("programs", 7), group, dim, DEVICE, shape.get("share_tiles", 0))
+    programs, least = shape.get("programs", 7), shape.get("share_tiles", 0)
+    scratch = Scratch.of(programs, len(slots), heads, group, tables.format, DEVICE, least)
     starts = segment_starts(tables, rows.slot, rows.tail)
     tokens = torch.arange(len(slots), dtype=torch.int32, device=DEVICE)
     for layer in range(counts.shape[1]):
@@ -88,7 +89,7 @@ def test_a_captured_graph_replays_other_rows() -> None:
     tables = random_tables(counts, tails, 32, 64, HALF, generator)
     slot, tail = (torch.full((8,), value, dtype=torch.int32, device=DEVICE) for value in (-1, 0))
     query = torch.randn(8, 6, 64, generator=generator, device=DEVICE).to(HALF)
-    output, scratch = torch.zeros_like(query), Scratch.of(200, 3, 64, DEVICE, share_tiles=0)
+    output, scratch = torch.zeros_like(query), Scratch.of(200, 8, 2, 3, tables.format, DEVICE, share_tiles=0)
     tokens = torch.arange(8, dtype=torch.int32, device=DEVICE)
 
     def step() -> None:

@@ -1,5 +1,7 @@
 """Scoring and filling on vLLM's pages, against the same in torch."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -48,6 +50,14 @@ def test_a_row_behind_the_context(start: int, stop: int, sinks: int) -> None:
     compare(300, 90, 2, 2, 32, Asked(start, stop, sinks, "max"))
 
 
+@pytest.mark.parametrize(("start", "rows"), [(0, 90), (130, 90), (200, 1), (0, 1)])
+@pytest.mark.parametrize(("sinks", "reduce"), [(0, "mean"), (0, "max"), (3, "mean")])
+def test_what_a_rows_own_tokens_receive(start: int, rows: int, sinks: int, reduce: Literal["mean", "max"]) -> None:
+    """As H2O asks: a row in the middle of a context, and at its start, where nothing is cached before it."""
+    sinks = min(sinks, start)
+    compare(300, rows, 2, 2, 32, Asked(sinks, start, sinks, reduce, own=True))
+
+
 def compare(tokens: int, rows: int, heads: int, group: int, dim: int, asked: Asked) -> None:
     rng = torch.Generator().manual_seed(tokens)
     caches = pages(heads, dim, -(-tokens // BLOCK), rng)
@@ -59,7 +69,7 @@ def compare(tokens: int, rows: int, heads: int, group: int, dim: int, asked: Ask
         found = layout.tokens(caches[1], blocks).attention_received(query, key, asked, dim**-0.5)
         reference = PageLayout.tokens(layout, caches[1], blocks)  # the same in torch
         wanted = reference.attention_received(query, key, asked, dim**-0.5)
-    assert found.shape == (heads, asked.tokens)
+    assert found.shape == (heads, asked.answers(rows))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
 

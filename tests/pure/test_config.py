@@ -3,11 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
+from compressors import METHODS
+from compressors.budget import COUNTS
+from compressors.select import SELECTORS
 from vericache.config import ENV_FILE, ENV_PREFIX, VeriCacheConfig, load
 from vericache.errors import ConfigError, VeriCacheError
 
@@ -42,8 +45,10 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "bitwise": "on",
         "policy": "lockstep",
         "page_format": "kivi2",
+        "selector": "poisson",
+        "selector_floor": 0.5,
         "counts": "uniform",
-        "compressor": "random",
+        "compressor": "snapkv",
         "compressor_options": {"chunk": 512},
         "iteration_seconds": 0.25,
         "link_bytes_per_second": 2.5e10,
@@ -109,16 +114,21 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def test_the_method_carries_the_settings_of_the_compressor() -> None:
-    config = load(
-        {"compressor": "snapkv", "ratio": 0.5, "sinks": 1, "recent": 40, "compressor_options": {"window": 8}}, {}
-    )
+    sampled = {"selector": "pareto", "selector_power": 0.5, "selector_floor": 0.01, "selector_seed": 7}
+    given = {"compressor": "snapkv", "ratio": 0.5, "sinks": 1, "recent": 40, "compressor_options": {"window": 8}}
+    config = load({**given, **sampled}, {})
     assert dataclasses.asdict(config.method) == {
         "name": "snapkv",
-        "counts": config.counts,
+        "counts": "per_head",
         "ratio": 0.5,
         "sinks": 1,
         "recent": 40,
         "options": (("window", 8),),
+        "beta": 20.0,
+        "selector": "pareto",
+        "power": 0.5,
+        "floor": 0.01,
+        "seed": 7,
     }
 
 
@@ -173,6 +183,12 @@ def test_an_unknown_name_in_a_weaker_source_is_not_hidden_by_a_stronger_one(tmp_
         ("policy", "random"),
         ("verify_tokens", 1),
         ("counts", "per_token"),
+        ("pyramid_beta", 0.5),
+        ("selector", "best"),
+        ("selector_power", 0),
+        ("selector_floor", 0),
+        ("selector_floor", 1.5),
+        ("selector_seed", -1),
         ("ratio", 0),
         ("ratio", 1.5),
         ("ratio", [1]),
@@ -271,7 +287,30 @@ def test_an_unknown_compressor_names_the_nearest() -> None:
 def test_streaming_llm_scores_every_head_alike(counts: str) -> None:
     with pytest.raises(ConfigError, match=f"'streaming_llm' cannot allocate counts '{counts}'.*uniform"):
         load({"compressor": "streaming_llm", "counts": counts}, {})
-    assert load({"compressor": "streaming_llm", "counts": "uniform"}, {}).counts == "uniform"
+    assert load({"compressor": "streaming_llm", "counts": "uniform"}, {}).method.counts == "uniform"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_counts_a_compressor_spreads_tokens_as_it_does_by_itself(name: str) -> None:
+    needed = {"surrogate": "file"} if METHODS[name].network else {}
+    assert load({"compressor": name, **needed}, {}).method.counts == METHODS[name].default_counts
+
+
+def test_all_selectors_can_be_set() -> None:
+    assert get_args(VeriCacheConfig.model_fields["selector"].annotation) == SELECTORS
+    with pytest.raises(ConfigError, match="'streaming_llm' cannot select by 'poisson': its scores allow top"):
+        load({"compressor": "streaming_llm", "selector": "poisson"}, {})
+
+
+def test_a_sample_needs_a_token_that_is_not_forced() -> None:
+    settings = {"min_prompt_tokens": 400, "ratio": 0.1, "sinks": 8, "recent": 32}
+    with pytest.raises(ConfigError, match=r"fewer than sinks \+ recent and one to sample \(41\)"):
+        load({**settings, "selector": "pareto"}, {})
+
+
+def test_all_count_modes_can_be_set() -> None:
+    assert get_args(VeriCacheConfig.model_fields["counts"].annotation) == ("auto", *COUNTS)
+    assert load({"counts": "pyramid", "pyramid_beta": 2}, {}).method.beta == 2
 
 
 def test_an_option_of_another_method_is_unknown() -> None:

@@ -23,8 +23,8 @@ def test_without_options_the_servers_settings_hold() -> None:
 
 def test_options_change_only_what_they_name() -> None:
     asked = {"vericache_draft_length": 7, "vericache_compressor": "snapkv", "vericache_counts": "per_layer"}
-    settings = RequestSettings(OPEN, {**asked, "vericache_ratio": 0.5})
-    changed = {"draft_length": 7, "compressor": "snapkv", "counts": "per_layer", "ratio": 0.5}
+    settings = RequestSettings(OPEN, {**asked, "vericache_ratio": 0.5, "vericache_selector": "pareto"})
+    changed = {"draft_length": 7, "compressor": "snapkv", "counts": "per_layer", "ratio": 0.5, "selector": "pareto"}
     assert settings.config == OPEN.model_copy(update=changed)
 
 
@@ -32,6 +32,14 @@ def test_another_method_does_not_inherit_the_servers_options() -> None:
     server = VeriCacheConfig(compressor="kvzip", compressor_options={"chunk": 512}, request_options=ALL)
     assert RequestSettings(server, {"vericache_ratio": 0.5}).config.compressor_options == {"chunk": 512}
     assert RequestSettings(server, {"vericache_compressor": "snapkv"}).config.compressor_options == {}
+
+
+def test_another_method_spreads_its_tokens_by_itself_unless_the_server_says_how() -> None:
+    asked = {"vericache_compressor": "streaming_llm"}
+    assert RequestSettings(OPEN, asked).config.method.counts == "uniform"
+    server = OPEN.model_copy(update={"counts": "pyramid"})
+    assert RequestSettings(server, asked).config.method.counts == "pyramid"
+    assert RequestSettings(server, {"vericache_counts": "auto"}).config.method.counts == "per_head"
 
 
 def test_off_and_draft() -> None:
@@ -52,15 +60,16 @@ def test_off_and_draft() -> None:
         ("vericache_ratio", float("nan"), "got nan"),
         ("vericache_ratio", 0.001, "fewer than sinks"),
         ("vericache_compressor", "kvzipp", "kvzip"),
-        ("vericache_compressor", "streaming_llm", "uniform"),
+        ("vericache_compressor", "pyramidkv", "cannot allocate counts 'per_head'"),
         ("vericache_counts", "per_token", "uniform"),
+        ("vericache_selector", "best", "poisson"),
         ("vericache_slot", 3, "is not an option"),
         ("vericache_draft_lenght", 3, "vericache_draft_length"),
     ],
 )
 def test_a_wrong_option_is_named(name: str, value: Any, message: str) -> None:
     with pytest.raises(RequestError) as error:
-        RequestSettings(OPEN, {name: value})
+        RequestSettings(OPEN.model_copy(update={"counts": "per_head"}), {name: value})
     assert error.value.field == name
     assert message in str(error.value)
 

@@ -40,6 +40,13 @@ def test_more_tokens_never_take_fewer_pages(tails: TailSizes, a: int, b: int) ->
     assert tails.strips(min(a, b)) <= tails.strips(max(a, b))
 
 
+def test_simulated_pages_fold_like_packed_ones_and_stay_like_plain_ones() -> None:
+    packed, plain, simulated = (TailSizes(32, 32, p, 8, 64, s) for p, s in ((1, 0), (0, 0), (0, 1)))
+    assert simulated.due(500) == packed.due(500) > 0
+    assert simulated.strips(500) == plain.strips(500)
+    assert simulated.room(400, 400, 500) == plain.room(400, 400, 500)
+
+
 def test_unpacked_tails_are_not_folded() -> None:
     tails = TailSizes(32, 32, False, 8, 64)
     assert (tails.due(500), tails.strips(500), tails.room(400, 400, 500)) == (0, 16, 100)

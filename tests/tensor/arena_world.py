@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from compressors import Kept, Shape
+from compressors import Kept, Rotary, Shape
 from vericache.draft.arena import DraftArena
 from vericache.draft.source import LayerSource
 
@@ -18,6 +18,11 @@ quick = settings(max_examples=80, deadline=None, derandomize=True)
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def neox_rotary(dim: int, theta: float, length: int) -> Rotary:
+    angles = torch.arange(length)[:, None] * theta ** (-torch.arange(0, dim, 2) / dim)
+    return Rotary(torch.cat([angles.cos(), angles.sin()], 1), neox=True)
 
 
 def random_kept(shape: Shape, n: int, seed: int, most: int | None = None) -> Kept:

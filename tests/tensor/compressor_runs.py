@@ -1,7 +1,7 @@
 """Runs a compression method through its interface, as the engine does, and says by brute force what it must keep."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -9,10 +9,27 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Shape
-from compressors.budget import kept_count
+from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Rotary, Shape
+from tests.tensor.surrogates import gates, perceptron
 
-SHAPE = Shape(layers=3, kv_heads=2, query_heads=6, head_dim=16)
+
+def rotary(rot: int, neox: bool = True, positions: int = 400) -> Rotary:
+    """Unscaled angles, as of a Llama model."""
+    angles = torch.arange(float(positions))[:, None] * 10000 ** (-torch.arange(0, rot, 2) / rot)
+    return Rotary(torch.cat([angles.cos(), angles.sin()], -1), neox)
+
+
+def equipped(shape: Shape) -> Shape:
+    """With all that some method needs of a model."""
+    surrogates = shape.surrogates or {"kvzap": perceptron(shape), "fast_kvzip": gates(shape)}
+    return replace(shape, rotary=shape.rotary or rotary(shape.head_dim), surrogates=surrogates)
+
+
+def shape_of(layers: int, kv_heads: int, group: int, head_dim: int) -> Shape:
+    return equipped(Shape(layers, kv_heads, kv_heads * group, head_dim))
+
+
+SHAPE = shape_of(layers=3, kv_heads=2, group=3, head_dim=16)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -94,6 +111,19 @@ def reader(context: Context, layer: int, dtype: torch.dtype, asked: list[Tensor]
     return CachedTokens(keys, lambda positions: checked(context.values[layer], positions))
 
 
+def full_attention(context: Context) -> Tensor:
+    """Causal attention of every query head over repeated KV heads, float64 ``[L, Hq, n, n]``."""
+    n = len(context.tokens)
+    keys = context.keys.double().repeat_interleave(context.shape.group, 1)  # repeat_kv: query head a reads a // G
+    logits = context.queries.double() @ keys.transpose(2, 3) * context.scale
+    return logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+
+
+def group_mean(context: Context, per_query_head: Tensor) -> Tensor:
+    """``[L, Hq, ...]`` -> ``[L, H, ...]``."""
+    return per_query_head.unflatten(1, (context.shape.kv_heads, context.shape.group)).mean(2)
+
+
 # -- brute force -----------------------------------------------------------------------------------------
 
 
@@ -103,47 +133,96 @@ def heads_of(kept: Kept) -> list[list[list[int]]]:
     return [[next(pieces).tolist() for _ in row] for row in kept.counts.tolist()]
 
 
-def brute_force(scores: Tensor, mode: str, budget: int, sinks: int, recent: int) -> list[list[list[int]]]:
-    """The selection by Python's sort on (score, layer, head, position), with exact fractions for the rounding."""
+def brute_force(scores: Tensor, spec: MethodSpec, needed: Tensor | None = None) -> list[list[list[int]]]:
+    """The selection by Python's sort on (score, layer, head, position), with exact fractions for the rounding; of no
+    more than ``needed`` by each head."""
     layers, heads, n = scores.shape
     values = [
-        [[math.inf if i < sinks or i >= n - recent else s for i, s in enumerate(head)] for head in layer]
+        [[math.inf if i < spec.sinks or i >= n - spec.recent else s for i, s in enumerate(head)] for head in layer]
         for layer in scores.tolist()
     ]
-    everything = sorted((-values[a][h][i], a, h, i) for a in range(layers) for h in range(heads) for i in range(n))
-    over = [[0] * heads for _ in range(layers)]  # token-heads above the one global threshold
-    for _, a, h, _ in everything[: layers * heads * budget]:
-        over[a][h] += 1
-    if mode == "uniform":
-        counts = [[budget] * heads for _ in range(layers)]
-    elif mode == "per_head":
-        counts = over
+    budget = spec.budget(n)
+    if spec.counts == "uniform":
+        counts = [[budget] * heads] * layers
+    elif spec.counts == "per_head":
+        counts = winners(values, layers * heads * budget)
+    elif spec.counts == "within_layer":
+        counts = [winners([raised(layer, budget // 5)], heads * budget)[0] for layer in values]
     else:
-        wanted = [Fraction(sum(row), heads) for row in over]
-        whole = [math.floor(w) for w in wanted]
-        missing = layers * budget - sum(whole)
-        by_remainder = sorted(range(layers), key=lambda a: (whole[a] - wanted[a], a))
-        counts = [[whole[a] + (a in by_remainder[:missing])] * heads for a in range(layers)]
+        if spec.counts == "per_layer":
+            wanted = [Fraction(sum(row), heads) for row in winners(values, layers * heads * budget)]
+        else:
+            wanted = line(layers, budget, n, Fraction(spec.beta))
+        counts = [[count] * heads for count in rounded(wanted, layers * budget, min(spec.forced, n), n)]
+    if needed is not None:
+        counts = torch.minimum(torch.tensor(counts), needed.clamp(min=spec.forced)).tolist()
     return [
         [sorted(sorted(range(n), key=lambda i: (-values[a][h][i], i))[: counts[a][h]]) for h in range(heads)]
         for a in range(layers)
     ]
 
 
+def winners(values: list[list[list[float]]], total: int) -> list[list[int]]:
+    """How many of the ``total`` best each head has."""
+    everything = sorted(
+        (-value, a, h, i) for a, row in enumerate(values) for h, head in enumerate(row) for i, value in enumerate(head)
+    )
+    found = [[0] * len(row) for row in values]
+    for _, a, h, _ in everything[:total]:
+        found[a][h] += 1
+    return found
+
+
+def raised(layer: list[list[float]], least: int) -> list[list[float]]:
+    """Every head's ``least`` best values before all others."""
+    best = [set(sorted(range(len(head)), key=lambda i, head=head: (-head[i], i))[:least]) for head in layer]
+    return [[math.inf if i in mine else v for i, v in enumerate(head)] for head, mine in zip(layer, best, strict=True)]
+
+
+def line(layers: int, budget: int, n: int, beta: Fraction) -> list[Fraction]:
+    """PyramidKV's counts: from the largest in the first layer down to ``budget / beta``."""
+    if layers == 1:
+        return [Fraction(budget)]
+    low, high = budget / beta, 2 * budget - budget / beta
+    if high > n:
+        low, high = Fraction(2 * budget - n), Fraction(n)
+    return [high - a * (high - low) / (layers - 1) for a in range(layers)]
+
+
+def rounded(wanted: list[Fraction], total: int, low: int, high: int) -> list[int]:
+    """Largest remainder, one at a time."""
+    found = [min(max(math.floor(w), low), high) for w in wanted]
+    while (missing := total - sum(found)) != 0:
+        step = 1 if missing > 0 else -1
+        able = [a for a, count in enumerate(found) if low <= count + step <= high]
+        for a in sorted(able, key=lambda a: (step * (found[a] - wanted[a]), a))[: abs(missing)]:
+            found[a] += step
+    return found
+
+
 def check_structure(kept: Kept, spec: MethodSpec, shape: Shape, n: int) -> None:
     """What holds for every selection of every method."""
-    budget = kept_count(spec.ratio, n, spec.sinks, spec.recent)
     assert kept.counts.shape == (shape.layers, shape.kv_heads)
     assert kept.counts.dtype == kept.positions.dtype == torch.int64
-    assert int(kept.counts.sum()) == len(kept.positions) == shape.layers * shape.kv_heads * budget
-    if spec.counts == "uniform":
-        assert (kept.counts == budget).all()
-    if spec.counts == "per_layer":
-        assert (kept.counts == kept.counts[:, :1]).all()
+    assert int(kept.counts.sum()) == len(kept.positions)
     forced = set(range(min(spec.sinks, n))) | set(range(max(n - spec.recent, 0), n))
     for layer in heads_of(kept):
         for positions in layer:
             assert all(a < b for a, b in pairwise(positions))
-            assert positions[0] >= 0
-            assert positions[-1] < n
-            assert forced <= set(positions)
+            assert forced <= set(positions) <= set(range(n))
+    budget = spec.budget(n)
+    heads = shape.layers * shape.kv_heads
+    if spec.selector == "poisson" or (spec.name in METHODS and METHODS[spec.name].dynamic):
+        assert int(kept.counts.sum()) <= heads * budget
+        return
+    assert int(kept.counts.sum()) == heads * budget
+    assert min(spec.least, n) <= int(kept.counts.min()) <= int(kept.counts.max()) <= n
+    if spec.counts == "uniform":
+        assert (kept.counts == budget).all()
+    if spec.counts in ("per_layer", "pyramid"):
+        assert (kept.counts == kept.counts[:, :1]).all()
+    if spec.counts == "pyramid":
+        assert (kept.counts[:-1] >= kept.counts[1:]).all()
+    if spec.counts == "within_layer":
+        assert (kept.counts.sum(1) == shape.kv_heads * budget).all()
+        assert int(kept.counts.min()) >= budget // 5

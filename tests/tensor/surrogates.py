@@ -1,24 +1,12 @@
-"""Random surrogates and rotary embeddings for tests."""
+"""Random surrogates for tests."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
-from compressors import METHODS, Rotary, Shape, Surrogate
+from compressors import Shape, Surrogate
 from compressors.fast_kvzip import Gate
 from compressors.kvzap import Perceptron
-
-
-def rotary(head_dim: int, positions: int = 4096) -> Rotary:
-    angles = torch.arange(float(positions))[:, None] * 10000 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    return Rotary(torch.cat([angles.cos(), angles.sin()], -1), neox=True)
-
-
-def equipped(shape: Shape, method: str) -> Shape:
-    """With all that the method needs of a model."""
-    kinds = {None: lambda _: None, Perceptron: perceptron, Gate: gates}
-    return replace(shape, rotary=rotary(shape.head_dim), surrogate=kinds[METHODS[method].network](shape))
 
 
 def perceptron(shape: Shape, hidden: int | None = None, seed: int = 0) -> Perceptron:

@@ -6,6 +6,7 @@ import pytest
 
 from compressors import METHODS, MethodError, MethodSpec, create, describe, validate
 from compressors.budget import COUNTS
+from compressors.select import SELECTORS
 from tests.tensor.compressor_runs import SHAPE
 
 
@@ -14,6 +15,9 @@ def test_registered_methods_are_described_and_valid(name: str) -> None:
     method = METHODS[name]
     assert method.name == name
     assert set(method.counts) <= set(COUNTS)
+    assert method.default_counts in method.counts
+    assert "top" in method.selectors
+    assert set(method.selectors) <= set(SELECTORS)
     assert any(row[0] == name and row[2] == method.summary for row in describe())
     for counts in method.counts:
         assert validate(MethodSpec(name, counts)) is method
@@ -27,6 +31,19 @@ def test_registered_methods_are_described_and_valid(name: str) -> None:
         (MethodSpec("zzz"), "unknown compressor 'zzz'; known: streaming_llm, snapkv"),
         (MethodSpec("streaming_llm", "per_head"), "'streaming_llm' cannot allocate counts 'per_head'.* uniform"),
         (MethodSpec("kvzip", "per_token"), "cannot allocate counts 'per_token'.* uniform, per_layer, per_head"),
+        (MethodSpec("pyramidkv", "uniform"), "'pyramidkv' cannot allocate counts 'uniform'.* pyramid"),
+        (MethodSpec("kvzip", "pyramid", beta=0.99), "beta of a pyramid must be at least 1 .*, got 0.99"),
+        (MethodSpec("kvzip", beta=math.nan), "beta"),
+        (
+            MethodSpec("kvzip", selector="best"),
+            "'kvzip' cannot select by 'best': its scores allow top, poisson, pareto",
+        ),
+        (MethodSpec("random", selector="pareto"), "'random' cannot select by 'pareto': its scores allow top$"),
+        (MethodSpec("kvzip", power=0.0), "power > 0, .* got 0.0"),
+        (MethodSpec("kvzip", floor=0.0), "floor in"),
+        (MethodSpec("kvzip", floor=math.nan), "floor in"),
+        (MethodSpec("kvzip", seed=-1), "seed in"),
+        (MethodSpec("kvzip", seed=2**32), "seed in"),
         (MethodSpec("kvzip", ratio=0.0), r"ratio must lie in \(0, 1\], got 0.0"),
         (MethodSpec("kvzip", ratio=-0.5), "ratio"),
         (MethodSpec("kvzip", ratio=1.01), "ratio"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressors import Compressor, Kept, MethodError, MethodSpec, Scorer, Shape
-from compressors.budget import COUNTS, allocate, forced_mask, kept_count
+from compressors.budget import COUNTS, allocate, forced_mask, kept_count, pyramid
 from compressors.select import top_positions
 from tests.tensor.compressor_runs import brute_force, check_structure, heads_of, quick
 
@@ -30,8 +30,8 @@ class Fixed(Scorer):
         return self.values
 
 
-def select(values: Tensor, counts: str, ratio: float, sinks: int = 1, recent: int = 2) -> Kept:
-    spec = MethodSpec("fixed", counts, ratio, sinks, recent)
+def select(values: Tensor, counts: str, ratio: float, sinks: int = 1, recent: int = 2, beta: float = 20.0) -> Kept:
+    spec = MethodSpec("fixed", counts, ratio, sinks, recent, beta=beta)
     return Compressor(Fixed(values, spec), spec).select()
 
 
@@ -45,16 +45,18 @@ def test_ties_go_to_the_smaller_index(mode: str, data: st.DataObject) -> None:
     levels = st.sampled_from([0.0, 0.0, 0.25, 0.5, -1.0])
     flat = data.draw(st.lists(levels, min_size=layers * heads * n, max_size=layers * heads * n))
     ratio = data.draw(st.floats(0.01, 1.0))
+    beta = data.draw(st.sampled_from([1.0, 1.5, 20.0]))
     scores = torch.tensor(flat).view(layers, heads, n)
-    kept = select(scores, mode, ratio, sinks, recent)
-    check_structure(kept, MethodSpec("fixed", mode, ratio, sinks, recent), Shape(layers, heads, heads, 8), n)
-    assert heads_of(kept) == brute_force(scores, mode, kept_count(ratio, n, sinks, recent), sinks, recent)
+    kept = select(scores, mode, ratio, sinks, recent, beta)
+    spec = MethodSpec("fixed", mode, ratio, sinks, recent, beta=beta)
+    check_structure(kept, spec, Shape(layers, heads, heads, 8), n)
+    assert heads_of(kept) == brute_force(scores, spec)
 
 
 @pytest.mark.parametrize("mode", COUNTS)
 def test_equal_scores_keep_the_first_tokens(mode: str) -> None:
     kept = select(torch.zeros(1, 2, 20), mode, 0.4, sinks=1, recent=2)
-    rest = 10 if mode == "per_head" else 5  # one global order: the first head takes all that is not forced
+    rest = 10 if mode in ("per_head", "within_layer") else 5  # one order: the first head takes all that is not forced
     assert heads_of(kept)[0][0] == [0, *range(1, 1 + rest), 18, 19]
 
 
@@ -125,6 +127,49 @@ def test_kept_count_is_the_rounded_share_within_its_limits(ratio: float, n: int,
 @given(n=st.integers(0, 20), sinks=st.integers(0, 25), recent=st.integers(1, 25))
 def test_forced_mask(n: int, sinks: int, recent: int) -> None:
     assert forced_mask(n, sinks, recent).tolist() == [i < sinks or i >= n - recent for i in range(n)]
+
+
+def test_adakv_lets_heads_of_a_layer_compete_and_leaves_each_a_fifth() -> None:
+    scores = torch.rand(2, 3, 100, generator=torch.Generator().manual_seed(0))
+    scores[0, 1] += 1  # takes what it can of its layer, and nothing of the other
+    counts = select(scores, "within_layer", 0.3, sinks=1, recent=2).counts
+    assert counts[0].tolist() == [6, 78, 6]
+    assert int(counts[1].sum()) == 90
+    assert select(scores, "within_layer", 0.03, sinks=1, recent=2).counts.tolist() == [[3] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "budget", "n", "beta", "expected"),
+    [
+        (5, 100, 1000, 20.0, [195.0, 147.5, 100.0, 52.5, 5.0]),
+        (5, 100, 1000, 1.0, [100.0] * 5),
+        (3, 100, 150, 20.0, [150.0, 100.0, 50.0]),  # the first layer keeps all there is
+        (1, 100, 1000, 20.0, [100.0]),
+        (2, 100, 1000, 4.0, [175.0, 25.0]),
+    ],
+)
+def test_pyramid(layers: int, budget: int, n: int, beta: float, expected: list[float]) -> None:
+    assert pyramid(layers, budget, n, beta) == pytest.approx(expected)
+
+
+def test_a_pyramid_leaves_every_layer_its_forced_tokens() -> None:
+    counts = allocate(torch.rand(4, 2, 400), 50, "pyramid", 36, beta=20.0)
+    assert counts.tolist() == [[80, 80], [48, 48], [36, 36], [36, 36]]  # 97.5, 65.8, 34.2, 2.5 before the floor
+
+
+@pytest.mark.parametrize("mode", COUNTS)
+@quick
+@given(data=st.data())
+def test_every_head_can_be_promised_more_than_its_forced_tokens(mode: str, data: st.DataObject) -> None:
+    layers, heads, n = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.integers(5, 20))
+    budget = data.draw(st.integers(4, n))
+    scores = torch.rand(layers, heads, n, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    scores[0, 0] += 10
+    scores = scores.masked_fill(forced_mask(n, 1, 2), math.inf)
+    counts = allocate(scores, budget, mode, 3, more=1)
+    assert counts.dtype == torch.int64
+    assert int(counts.sum()) == layers * heads * budget
+    assert 4 <= int(counts.min()) <= int(counts.max()) <= n
 
 
 @quick

@@ -11,8 +11,8 @@ from torch import Tensor
 from compressors import CachedTokens, MethodError, MethodSpec, Rotary, Shape, Surrogate, create
 from compressors.kvzap import Perceptron
 from compressors.surrogate import token_features
-from tests.tensor.compressor_runs import Context, drive, reader
-from tests.tensor.surrogates import gates, perceptron, rotary
+from tests.tensor.compressor_runs import Context, drive, reader, rotary
+from tests.tensor.surrogates import gates, perceptron
 
 SHAPE = Shape(2, 3, 6, 8)
 SPEC = MethodSpec("kvzap", "per_head", sinks=1, recent=2)
@@ -65,8 +65,8 @@ KINDS = [("kvzap", perceptron(SHAPE)), ("kvzap", perceptron(SHAPE, hidden=5)), (
 @pytest.mark.parametrize("n", [1, 70, 5000])
 def test_scores_are_the_predictions_exponentiated(method: str, surrogate: Surrogate, n: int) -> None:
     """Contexts longer than what is read at a time included."""
-    rope = rotary(8, 5000)
-    shape, context = replace(SHAPE, rotary=rope, surrogate=surrogate), Context.random(SHAPE, n)
+    rope = rotary(8, positions=5000)
+    shape, context = replace(SHAPE, rotary=rope, surrogates={method: surrogate}), Context.random(SHAPE, n)
     compressor = create(MethodSpec(method, ratio=0.5, sinks=0, recent=1), shape, n)
     for layer in range(2):
         compressor.read(layer, reader(context, layer, torch.float32, []))
@@ -85,7 +85,7 @@ def test_scores_are_the_predictions_exponentiated(method: str, surrogate: Surrog
 def test_predictions_far_off_stay_finite() -> None:
     wild = Perceptron({name: 1000 * tensor for name, tensor in perceptron(SHAPE).tensors.items()})
     context = Context.random(SHAPE, 60)
-    compressor = create(SPEC, replace(SHAPE, rotary=rotary(8), surrogate=wild), 60)
+    compressor = create(SPEC, replace(SHAPE, rotary=rotary(8), surrogates={"kvzap": wild}), 60)
     drive(compressor, context)
     scores = compressor.scorer.scores()
     assert scores.isfinite().all()
@@ -94,16 +94,17 @@ def test_predictions_far_off_stay_finite() -> None:
 
 
 def test_a_model_without_what_it_needs() -> None:
-    with pytest.raises(MethodError, match=r"kvzap needs a surrogate .* none is loaded; set surrogate"):
-        create(SPEC, replace(SHAPE, rotary=rotary(8)), 50)
-    with pytest.raises(MethodError, match="the one loaded is for another method"):
-        create(SPEC, replace(SHAPE, rotary=rotary(8), surrogate=gates(SHAPE)), 50)
+    rope = rotary(8)
+    with pytest.raises(MethodError, match=r"kvzap needs a surrogate .* those of: none; set surrogate"):
+        create(SPEC, replace(SHAPE, rotary=rope), 50)
+    with pytest.raises(MethodError, match="those of: fast_kvzip"):
+        create(SPEC, replace(SHAPE, rotary=rope, surrogates={"fast_kvzip": gates(SHAPE)}), 50)
     with pytest.raises(MethodError, match="no single rotary embedding"):
-        create(SPEC, replace(SHAPE, surrogate=perceptron(SHAPE)), 50)
+        create(SPEC, replace(SHAPE, surrogates={"kvzap": perceptron(SHAPE)}), 50)
 
 
 @pytest.mark.parametrize("other", [Shape(3, 3, 6, 8), Shape(2, 1, 6, 8), Shape(2, 3, 6, 16)])
 @pytest.mark.parametrize(("method", "make"), [("kvzap", perceptron), ("fast_kvzip", gates)])
 def test_weights_of_another_model(method: str, make: Callable[[Shape], Surrogate], other: Shape) -> None:
     with pytest.raises(MethodError, match="weights do not fit this model, 2 layers of 3 KV heads of size 8"):
-        create(MethodSpec(method), replace(SHAPE, rotary=rotary(8), surrogate=make(other)), 50)
+        create(MethodSpec(method), replace(SHAPE, rotary=rotary(8), surrogates={method: make(other)}), 50)

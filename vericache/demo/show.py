@@ -34,6 +34,8 @@ def table(report: Mapping[str, Any], console: Console) -> None:
         requests.add_column(column, justify="left" if column == "request" else "right", no_wrap=column == "request")
     for r in report["requests"]:
         kept = f"{r['compressed_fraction']:.0%}" if r["mode"] == "draft" else f"all ({r['reason']})"
+        if "simulated_fraction" in r:
+            kept += f" ({r['simulated_fraction']:.0%} simulated)"
         same = "[green]yes[/green]" if r["identical"] else "[bold red]NO[/bold red]"
         length = f"{r['acceptance_length']:.1f}" if r.get("acceptance_length") else "-"
         requests.add_row(

@@ -7,6 +7,7 @@ drafting request) owns
   and heads, because with a global threshold the heaviest layer holds several times the mean;
 * a tail of uncompressed tokens behind the compressed context, grown in strips (one page per layer and head);
 * where the format is packed, full pages of tokens that were *folded*: verified, they left the front of the tail.
+  Where it is simulated they stay in the tail, rounded.
 
 One rule addresses the tail: the token at ``position`` has tail index ``position - base``, base being the number of
 tokens that are compressed or folded. Draft rows append there, verify rows overwrite the same entries with the true
@@ -22,8 +23,9 @@ from torch import Tensor
 from compressors import Kept, Shape
 from vericache.device import to_device
 from vericache.draft.attention import attend_pages, merge
-from vericache.draft.formats import PageFormat
+from vericache.draft.formats import PageFormat, Simulated
 from vericache.draft.pool import PagePool
+from vericache.draft.rounding import Rounding
 from vericache.draft.source import Source
 from vericache.draft.tables import ArenaTables
 
@@ -37,6 +39,7 @@ class Slot:
     pages: Tensor
     folded: Tensor
     tail: Tensor
+    rounding: Rounding | None = None  # where pages are simulated
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class DraftArena:
     def __init__(
         self, shape: Shape, num_pages: int, page_format: PageFormat, device: torch.device | str = "cpu"
     ) -> None:
+        if isinstance(page_format, Simulated):
+            page_format.require(shape)
         self.shape, self.format = shape, page_format
         self.page_tokens, self.tail_page_tokens = page_format.page_tokens, page_format.tail_page_tokens
         self.pool = PagePool.of(num_pages, page_format, device)
@@ -93,35 +98,42 @@ class DraftArena:
     def with_tables(self, slots: int, max_tokens: int) -> ArenaTables:
         """Keep device tables for ``slots`` slots of up to ``max_tokens`` tokens; before any slot is filled."""
         assert not self.slots
+        assert self.format.kernel, "refused before an engine starts (engine.support.check_kernels)"
         self.tables = ArenaTables.empty(self.format, self.pool, slots, self.shape, max_tokens)
         return self.tables
 
     # -- contents ------------------------------------------------------------------------------------
 
-    def put(self, slot: int, kept: Kept, source: Source) -> int:
-        """Fill a slot (freeing what it held) with the kept tokens. Returns the head pages used.
+    def put(self, slot: int, kept: Kept, source: Source, context: int = 0) -> int:
+        """Fill a slot (freeing what it held) with what is kept of ``context`` tokens (only simulated pages need this
+        number). Returns the head pages used.
 
         Raises:
             ArenaFullError: the slot is empty afterwards, nothing else has changed.
+            CompressionError: tokens cannot be packed; the same.
         """
         self.drop(slot)
-        kept = Kept(kept.counts.cpu(), kept.positions)  # waits for the scores
+        kept = replace(kept, counts=kept.counts.cpu())  # waits for the scores
         need = pages_per_head(kept.counts, self.page_tokens)
         pages = self.pool.take(int(need.sum()))
+        rounding = None
+        if isinstance(self.format, Simulated):
+            assert context, "positions behind the context depend on its length"
+            rounding = Rounding(self.format, self.shape, context)
         try:
-            self._fill(kept, need, pages, source)
+            self._fill(kept, need, pages, source, rounding)
         except BaseException:
             self.pool.release(pages)
             raise
         none = torch.empty(0, self.shape.layers, self.shape.kv_heads, dtype=torch.int32)
-        self.slots[slot] = Slot(kept.counts.int(), pages, none, none)
+        self.slots[slot] = Slot(kept.counts.int(), pages, none, none, rounding)
         if self.tables is not None:
             self.tables.fill(slot, kept.counts, need, pages)
         return len(pages)
 
-    def _fill(self, kept: Kept, need: Tensor, pages: Tensor, source: Source) -> None:
+    def _fill(self, kept: Kept, need: Tensor, pages: Tensor, source: Source, rounding: Rounding | None) -> None:
         layers, device = self.shape.layers, self.pool.bytes.device
-        if not self.format.packed:
+        if not self.format.packed and rounding is None:
             source.fill(self.pool.data, pages, kept, need, range(layers))
             return
         ends = need.sum(1).cumsum(0).tolist()
@@ -129,9 +141,12 @@ class DraftArena:
             size = (hi - lo, 2, self.page_tokens, self.shape.head_dim)
             exact = torch.zeros(size, dtype=self.format.dtype, device=device)
             source.fill(exact, torch.arange(hi - lo, dtype=torch.int32), kept, need, range(layer, layer + 1))
-            _, lengths = self._lengths(kept.counts[layer])
-            encoded = self.format.encode(exact[:, 0], exact[:, 1], to_device(lengths, device))
-            self.pool.bytes[to_device(pages[lo:hi].long(), device)] = encoded
+            heads, lengths = self._lengths(kept.counts[layer])
+            where, lengths = to_device(pages[lo:hi].long(), device), to_device(lengths, device)
+            if rounding is None:
+                self.pool.bytes[where] = self.format.encode(exact[:, 0], exact[:, 1], lengths)
+            else:
+                self.pool.data[where] = rounding.compress(exact, to_device(heads, device), lengths, kept.layer(layer))
 
     def drop(self, slot: int) -> None:
         """Free everything a slot holds; an empty slot is left alone."""
@@ -152,13 +167,20 @@ class DraftArena:
             held.tail = torch.cat([held.tail, strips])
 
     def fold(self, slot: int, strips: int) -> None:
-        """Pack the first ``strips * page_tokens`` tail tokens. The caller's base grows by as many."""
+        """Pack the first ``strips * page_tokens`` tail tokens. The caller's base grows by as many. Numbers that are not
+        finite become 0: a fold cannot be refused, and only drafts read it.
+
+        Where pages are simulated, the next ``strips`` of the tail are rounded, and the caller's base stays.
+        """
         held, per_strip = self.slots[slot], self.page_tokens // self.tail_page_tokens
+        if held.rounding is not None:
+            held.rounding.fold(self.pool.data, held.tail, strips)
+            return
         leaving, held.tail = held.tail[: strips * per_strip], held.tail[strips * per_strip :]
         device = self.pool.data.device
         exact = self.pool.data[to_device(leaving.long(), device)]  # [strips * per_strip, L, H, 2, TT, D]
         exact = exact.unflatten(0, (strips, per_strip)).permute(0, 2, 3, 4, 1, 5, 6)
-        exact = exact.reshape(-1, 2, self.page_tokens, self.shape.head_dim)
+        exact = exact.reshape(-1, 2, self.page_tokens, self.shape.head_dim).nan_to_num(0.0, 0.0, 0.0)
         self.pool.release(leaving)
         new = self._take_strips(strips)
         full = torch.full((len(exact),), self.page_tokens, device=device)
@@ -173,11 +195,12 @@ class DraftArena:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all pages that slots own, with their tables and counts."""
+        """Bytes of all pages that slots own, with their tables, their counts, and what packing fixed."""
         page, held = self.format.page_bytes, 0
         for s in self.slots.values():
             tables = (s.pages, s.folded, s.tail)
             held += sum(t.numel() * page + t.nbytes for t in tables) + s.counts.nbytes
+            held += s.rounding.nbytes if s.rounding is not None else 0
         return held
 
     # -- one step ------------------------------------------------------------------------------------
@@ -257,3 +280,8 @@ def page_bound(kept_per_head: int, heads: int, page_tokens: int) -> int:
     """The most head pages that ``heads * kept_per_head`` kept token-heads can take, however they are spread over the
     ``heads = L * H``. Known before any score is, so that a slot can be reserved all-or-nothing."""
     return (heads * kept_per_head + heads * (page_tokens - 1)) // page_tokens
+
+
+def kept_bound(pages: int, heads: int, page_tokens: int) -> int:
+    """The most kept tokens per head that always fit into ``pages``: the inverse of ``page_bound``."""
+    return (page_tokens * (pages + 1) - 1 - heads * (page_tokens - 1)) // heads

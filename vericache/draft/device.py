@@ -68,8 +68,8 @@ class DeviceRuntime(DraftRuntime):
         programs = CPU_PROGRAMS
         if device.type == "cuda":
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-            programs = grid_programs(arena.page_tokens, shape.head_dim, processors)
-        self._scratch = Scratch.of(programs, shape.group, shape.head_dim, device)
+            programs = grid_programs(self.tables.format, processors)
+        self._scratch = Scratch.of(programs, max_rows, shape.kv_heads, shape.group, self.tables.format, device)
         self._rows = self._tokens = 0
         self._row_token: Tensor  # each row's first token, in the runner's own buffer
         self._begun = False

@@ -26,8 +26,8 @@ def attention_received(query: Tensor, key: Tensor, cache: Tensor, blocks: Tensor
     heads = cache.shape[1]
     group, span = query_heads // heads, asked.sinks + asked.tokens
     rows, keys = tokens * group, span + tokens  # row w * G + g of a KV head; keys 0 .. span - 1 are cached
-    out = torch.empty(heads, asked.tokens, dtype=torch.float32, device=query.device)
-    if not asked.tokens:
+    out = torch.empty(heads, asked.answers(tokens), dtype=torch.float32, device=query.device)
+    if not out.shape[1]:
         return out
     chunks, row_blocks = triton.cdiv(keys, CHUNK), triton.cdiv(rows, ROWS)
     parts = torch.empty(heads, chunks, row_blocks * ROWS, dtype=torch.float32, device=query.device)
@@ -37,8 +37,8 @@ def attention_received(query: Tensor, key: Tensor, cache: Tensor, blocks: Tensor
         asked.start, span, tokens, rows, group, scale,
     )  # fmt: skip
     _partial[(chunks, heads, row_blocks)](*common, parts, chunk=CHUNK, **sizes)
-    _reduce[(triton.cdiv(asked.tokens, TILE), heads)](
-        *common, parts.logsumexp(1), out, padded=row_blocks * ROWS, largest=asked.reduce == "max", **sizes
+    _reduce[(triton.cdiv(out.shape[1], TILE), heads)](
+        *common, parts.logsumexp(1), out, out.shape[1], padded=row_blocks * ROWS, largest=asked.reduce == "max", **sizes
     )
     return out
 
@@ -116,8 +116,8 @@ def _partial(  # type: ignore[no-untyped-def]
 @triton.jit
 def _reduce(  # type: ignore[no-untyped-def]
     query, q_token, q_head, key, k_token, k_head, cache, blocks, s_block, s_head, s_token, sinks, start, span, tokens,
-    rows, group, scale, logs, out, padded: tl.constexpr, largest: tl.constexpr, block: tl.constexpr, dim: tl.constexpr,
-    height: tl.constexpr, tile: tl.constexpr,
+    rows, group, scale, logs, out, answers, padded: tl.constexpr, largest: tl.constexpr, block: tl.constexpr,
+    dim: tl.constexpr, height: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0) * tile + tl.arange(0, tile)
@@ -134,8 +134,7 @@ def _reduce(  # type: ignore[no-untyped-def]
             found = tl.maximum(found, tl.max(weights, 0))
         else:
             found += tl.sum(weights, 0) / rows
-    asked = span - sinks
-    tl.store(out + head * asked + token, found, mask=token < asked)
+    tl.store(out + head * answers + token, found, mask=token < answers)
 
 
 @triton.jit

@@ -84,7 +84,7 @@ class CompressionWorker:
             self._arena.drop(op.slot)
             error = pass_.error
             raise CompressionError(f"compressor {op.spec.name!r} failed: {type(error).__name__}: {error}") from error
-        return self._arena.put(op.slot, kept, self._layout.source(self._caches, blocks, op.context))
+        return self._arena.put(op.slot, kept, self._layout.source(self._caches, blocks, op.context), op.context)
 
     def _select(self, compressor: Compressor, blocks: Tensor) -> Kept:
         if compressor.reads_cache:

@@ -45,7 +45,7 @@ class Coordinator:
         plan: MemoryPlan,
         blocks: DeviceBlocks,
         bounds: Bounds,
-        texts: Mapping[str, Sequence[int]],
+        texts: Mapping[str, Mapping[str, Sequence[int]]],
         grammars: Grammars,
     ) -> None:
         self.plan, self.blocks, self.bounds, self.texts = plan, blocks, bounds, texts
@@ -152,6 +152,8 @@ class Coordinator:
     def _fitted(self, request: Request) -> MethodSpec:
         """The request's method with scoring rows that fit in a step and behind the context."""
         config = self.asked(request).config
+        if config.compressor not in self.texts:  # the front door refuses it
+            raise MethodError(f"this server lets no client choose compressor {config.compressor!r}")
         room = min(self.demotion.scoring_room, self.bounds.max_model_len - request.num_tokens - 1)
         return METHODS[config.compressor].fit(config.method, room)
 
@@ -316,11 +318,17 @@ class Coordinator:
         if not record.anew:
             record.blocks = self.blocks.detach(record.request) + record.blocks
         self.reserved.give_blocks(record)
+        self.reserved.trim(record, head_pages)
         record.filled_at = record.base = record.context
+        record.folded = 0
         record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0
         record.wider, record.rounds_before = None, len(record.rounds)
         tables = 4 * (head_pages + self.plan.layers * self.plan.kv_heads)  # int32 page ids and counts
-        record.compressed_bytes = head_pages * self.plan.page_format.page_bytes + tables
+        pages = self.plan.page_format
+        beside = tables + pages.frozen_bytes(self.plan.layers, self.plan.kv_heads)
+        record.compressed_bytes = head_pages * pages.page_bytes + beside
+        if pages.simulated:
+            record.simulated_bytes = head_pages * pages.packed_page_bytes + beside
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context)
 

@@ -13,12 +13,12 @@ from vericache.engine.settings import MemoryPlan
 
 @dataclass(frozen=True)
 class Demotion:
-    """``texts``: token ids that scoring rows append (see ``compressors.Scorer.probes``)."""
+    """``texts``: by compressor, token ids that scoring rows append (see ``compressors.Scorer.probes``)."""
 
     plan: MemoryPlan
     blocks: DeviceBlocks
     bounds: Bounds
-    texts: Mapping[str, Sequence[int]]
+    texts: Mapping[str, Mapping[str, Sequence[int]]]
     verify_tokens: int
 
     @property
@@ -37,7 +37,8 @@ class Demotion:
         device = held + (ids(record.blocks)[len(held) :] if record.anew else ids(record.blocks))
         if record.probes is None:
             tokens = list(request.all_token_ids[:context])
-            record.probes = METHODS[record.spec.name].probes(tokens, record.spec, self.texts)
+            name = record.spec.name
+            record.probes = METHODS[name].probes(tokens, record.spec, self.texts[name])
         if record.probes_sent < len(record.probes):
             return self._score(record, device, out)
         if not record.anew:

@@ -22,7 +22,8 @@ class Detached:
     host_pages: list[int]
     stored: int = 0  # leading blocks that were copied to the host while the prompt was computed
     filled_at: int = 0  # context tokens when the slot was filled
-    base: int = 0  # where the uncompressed tail begins: ``filled_at``, and what was folded since
+    base: int = 0  # where the tail begins: ``filled_at``, and what left it since for packed pages
+    folded: int = 0  # tokens behind ``filled_at`` that were packed, or rounded where pages are simulated
     blocks: list[KVCacheBlock] = field(default_factory=list)  # device blocks held: transient pages, or scratch
     wider: float | None = None  # the ratio to compress it at anew at the next verify, because its drafts stay wrong
     rounds_before: int = 0  # rounds when the slot was filled
@@ -36,6 +37,7 @@ class Detached:
     rounds: list[tuple[int, int]] = field(default_factory=list)  # (drafts verified, drafts accepted)
     drafted_at: float = 0.0  # when the running round's latest draft row was issued, monotonic seconds
     compressed_bytes: int = 0  # compressed pages, their tables and counts, at the last compression
+    simulated_bytes: int | None = None  # what they would take if they were packed, where pages are simulated
     full_bytes: int = 1  # full KV of the same context
     recoveries: int = 0  # times the request had to become a plain row again
 
@@ -69,14 +71,19 @@ class Detached:
         """What the response says about this request (JSON types only). ``resident_reason``: why it ended as a plain
         row, None when it drafted to its end."""
         accepted = sum(a for _, a in self.rounds)
+        simulated = {}
+        if self.simulated_bytes is not None:  # ``compressed_fraction`` is what the arena really holds
+            simulated["simulated_fraction"] = round(self.simulated_bytes / self.full_bytes, 4)
         return {
             "mode": "draft" if resident_reason is None else "resident",
             "reason": resident_reason,
             "recoveries": self.recoveries,
             "compressor": self.spec.name,
             "counts": self.spec.counts,
+            "selector": self.spec.selector,
             "ratio": self.spec.ratio,
             "compressed_fraction": round(self.compressed_bytes / self.full_bytes, 4),
+            **simulated,
             "rounds": len(self.rounds),
             "draft_tokens": sum(k for k, _ in self.rounds),
             "accepted_tokens": accepted,

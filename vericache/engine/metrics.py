@@ -50,7 +50,7 @@ METRICS: dict[str, Metric] = {
     "vericache_page_ring_pages": Metric("gauge", "Transient pages promised in the window's fullest iteration."),
     "vericache_host_store_bytes": Metric("gauge", "Host memory that holds full KV."),
     "vericache_host_store_capacity_bytes": Metric("gauge", "Host memory for full KV."),
-    "vericache_arena_bytes": Metric("gauge", "Draft arena in use."),
+    "vericache_arena_bytes": Metric("gauge", "Draft arena in use: real bytes, also where page_format is simulated."),
     "vericache_arena_capacity_bytes": Metric("gauge", "Draft arena."),
 }
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from vllm.v1.request import Request
 
 from compressors import METHODS, MethodSpec
-from compressors.budget import kept_count
-from vericache.draft.arena import page_bound
+from vericache.draft.arena import kept_bound, page_bound
 from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
 from vericache.engine.ledger import CountPool, Fence, IdPool
@@ -94,9 +93,11 @@ class Reservations:
             self.fence.after_in_flight(lambda: self.blocks.give(blocks))
 
     def fold(self, record: Detached) -> int:
-        """Strips of verified tokens that leave the uncompressed tail for packed pages, as far as ``tails`` says."""
-        strips = self.tails.due(record.context - record.base)
-        record.base += strips * self.tails.page_tokens
+        """Strips of verified tokens to fold, as far as ``tails`` says; they leave the tail where pages are packed."""
+        strips = self.tails.due(record.context - record.filled_at - record.folded)
+        record.folded += strips * self.tails.page_tokens
+        if self.tails.packed:
+            record.base = record.filled_at + record.folded
         return strips
 
     def extend_host(self, record: Detached, tokens: int) -> None:
@@ -115,6 +116,15 @@ class Reservations:
         record.tail_capacity = max(capacity, record.tail_capacity)
         return True
 
+    def trim(self, record: Detached, used: int) -> None:
+        """Give back what the compressed context, in ``used`` head pages, left of its reservation, but for a page a
+        head: compressed anew, as many tokens may be spread otherwise. A selection that fills its budget leaves
+        nothing."""
+        needed = used + self._heads * (1 + self.tails.strips(record.tail_capacity))
+        spare = max(0, record.arena_units - needed)
+        self.arena.release(spare)
+        record.arena_units -= spare
+
     def refit(self, record: Detached, spec: MethodSpec, wider: float | None) -> bool:
         """Reserve for compressing the context of a record anew, and set its ``spec``, with the ratio ``wider`` or the
         largest it has had. When the arena has no room for more, the latter shrinks so that the slot's pages suffice.
@@ -131,15 +141,16 @@ class Reservations:
         if self.arena.take(more):
             record.arena_units += more
         else:
-            kept = kept_count(record.spec.ratio, record.filled_at, spec.sinks, spec.recent)
+            pages = record.arena_units - self._heads * self.tails.strips(record.tail_capacity)
+            kept = min(spec.budget(record.context), kept_bound(pages, self._heads, self.tails.page_tokens))
             spec = replace(spec, ratio=kept / record.context)
         record.spec = spec
         return True
 
     def units(self, spec: MethodSpec, context: int, tail: int) -> int:
         """The most head pages of a slot: a compressed context and ``tail`` tokens behind it."""
-        kept = kept_count(spec.ratio, context, spec.sinks, spec.recent)
-        return page_bound(kept, self._heads, self.tails.page_tokens) + self._heads * self.tails.strips(tail)
+        compressed = page_bound(spec.budget(context), self._heads, self.tails.page_tokens)
+        return compressed + self._heads * self.tails.strips(tail)
 
     def _scratch(self, spec: MethodSpec, context: int) -> int:
         """Blocks behind the context for the K/V of appending scoring rows."""

@@ -1,5 +1,6 @@
 """What cannot be served, refused at start with a sentence that says why."""
 
+import logging
 from typing import Any
 
 import vllm
@@ -16,6 +17,7 @@ from vericache.surrogate import file
 from vericache.surrogate.fingerprint import geometry, geometry_of
 
 SUPPORTED_VLLM = "0.32."
+logger = logging.getLogger("vllm.vericache")
 
 
 def check_version() -> None:
@@ -58,6 +60,11 @@ def check_supported(config: VllmConfig) -> None:
         pages = page_format(settings.page_format, settings.page_tokens, model.get_head_size(), model.dtype)
         if device == "cuda":
             check_kernels(pages)
+        if pages.simulated:
+            logger.warning(
+                "page_format %s is simulated: requests draft as on packed pages, which take the memory of plain ones",
+                pages.name,
+            )
         if settings.surrogate is not None:
             check_surrogate(settings, settings.surrogate, config)
 
@@ -109,21 +116,28 @@ def _has_windows(config: Any) -> bool:
 def check_kernels(pages: PageFormat) -> None:
     """The GPU kernels hold whole heads and pages in blocks whose sides are powers of two, and multiply packed parts of
     at least 16 tokens or dimensions. Raises UnsupportedError or ConfigError."""
+    if not pages.kernel:
+        raise ConfigError(
+            f"page_format {pages.name} has no attention kernel for GPUs yet, only the CPU drafts on such pages; set "
+            f"page_format to turboquant{pages.bits}"
+        )
     head_size, tokens = pages.head_dim, pages.page_tokens
     if head_size & (head_size - 1):
         raise UnsupportedError(
             f"the model's head size is {head_size}, the kernels that draft on a GPU take powers of two; use plain vLLM"
         )
-    if tokens & (tokens - 1) or (pages.packed and tokens < 16):
-        raise ConfigError(
-            f"page_tokens is {tokens}, on a GPU it must be a power of two, and at least 16 where pages are packed; "
-            f"set it to 32, 64 or 128"
-        )
-    if pages.packed and head_size * (2 if pages.bits == 3 else pages.bits) < 128:
-        raise ConfigError(
-            f"page_format packs heads of size {head_size} into {pages.bits} bits, the kernels that draft on a GPU take "
-            f"such pages from head size {64 if pages.bits < 4 else 32} on; set page_format to plain"
-        )
+    if tokens & (tokens - 1):
+        raise ConfigError(f"page_tokens is {tokens}, on a GPU it must be a power of two; set it to 32, 64 or 128")
+    bits = 2 if pages.bits == 3 else pages.bits
+    for what, size, remedy in (
+        ("heads of size", head_size, "set page_format to plain"),
+        ("pages of page_tokens", tokens, f"set page_tokens to {128 // bits}, or page_format to plain"),
+    ):
+        if pages.packed and size * bits < 128:
+            raise ConfigError(
+                f"page_format packs {pages.bits} bits, which the kernels that draft on a GPU take from {128 // bits} "
+                f"tokens and dimensions on, got {what} {size}; {remedy}"
+            )
 
 
 def check_pool(settings: VeriCacheConfig, plan: MemoryPlan, bounds: Bounds) -> None:

@@ -2,7 +2,7 @@
 
 Pure numbers. Where the arena's format is packed, verified tokens leave the uncompressed tail for packed pages, a full
 page of every head at a time; the last ``keep`` of them stay. Only verified tokens are folded, so a rollback never meets
-one.
+one. Where pages are simulated, the same tokens are rounded and stay in the tail.
 """
 
 from dataclasses import dataclass
@@ -22,20 +22,21 @@ class TailSizes:
     packed: bool
     keep: int
     window: int
+    simulated: bool = False
 
     @classmethod
     def of(cls, pages: "PageFormat", keep: int, window: int) -> "TailSizes":
-        return cls(pages.page_tokens, pages.tail_page_tokens, pages.packed, keep, window)
+        return cls(pages.page_tokens, pages.tail_page_tokens, pages.packed, keep, window, pages.simulated)
 
     def strips(self, tokens: int) -> int:
         """Pages per head that ``tokens`` tokens behind the context take at most."""
-        folded = self.due(tokens)
+        folded = self.due(tokens) if self.packed else 0
         uncompressed = min(tokens, self._most) if self.packed else tokens
         return folded - (-uncompressed // self.tail_page_tokens)
 
     def due(self, verified: int) -> int:
-        """Strips to fold when the tail holds ``verified`` verified tokens."""
-        return max(0, verified - self.keep) // self.page_tokens if self.packed else 0
+        """Strips to fold when ``verified`` verified tokens are not folded."""
+        return max(0, verified - self.keep) // self.page_tokens if self.packed or self.simulated else 0
 
     def room(self, uncompressed: int, tokens: int, capacity: int) -> int:
         """Tokens that may still follow when ``tokens`` are behind the context, ``uncompressed`` of them in the tail,

@@ -1,6 +1,6 @@
 """Floors on the drafter's quality. Identity and predicted rounds hold for a bad selection too."""
 
-from benchmarks.acceptance import measure, pooled
+from benchmarks.acceptance_engine import measure, pooled
 from tests.engine.harness import Harness
 from vericache.demo import prompts
 

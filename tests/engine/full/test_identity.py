@@ -11,8 +11,8 @@ from tests.engine.harness import Harness
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
-# Covers every method x count mode, every ratio with every policy, both concurrencies; all of it is a run of
-# benchmarks.lossless --full.
+# Covers every ratio with every policy, both concurrencies, and count modes of some methods; every method is in
+# small/test_methods.py, and all of it is a run of benchmarks.lossless --full.
 CASES = [
     ("streaming_llm", "uniform", 0.5, "staggered", 4),
     ("streaming_llm", "uniform", 0.25, "lockstep", 1),

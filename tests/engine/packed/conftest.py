@@ -8,7 +8,7 @@ import pytest
 from tests.engine.conftest import LiveGroup
 from tests.engine.harness import Harness
 
-FORMATS = ["turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2"]
+FORMATS = ["turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2", "rotatekv4", "kvquant4"]
 RECENT = 8  # fewer uncompressed tokens than by default, so that short outputs are folded
 
 

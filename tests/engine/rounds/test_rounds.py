@@ -8,11 +8,13 @@ from vllm import SamplingParams
 
 from benchmarks.engine import summaries, tokens
 from compressors import METHODS
+from compressors.budget import COUNTS
 from tests.engine.harness import Harness
 from tests.reference import Reference, greedy
 from vericache.engine.sampling import row_seeds
 
-MODES = [(m.name, counts) for m in METHODS.values() if m.network is None for counts in m.counts]
+OWN = {(m.name, m.default_counts) for m in METHODS.values() if m.network is None}
+MODES = sorted(OWN | {("kvzip", counts) for counts in COUNTS})
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def test_rounds_equal_the_prediction(
     engine: Harness, reference: Reference, texts: dict[str, list[int]], compressor: str, counts: str
 ) -> None:
     names = ["continue_code", "continue_prose", "summarise"]
-    options = {"chunk": 100} if compressor == "kvzip" else {}
+    options = {"chunk": 100} if "chunk" in METHODS[compressor].options else {}
     engine.configure(compressor=compressor, counts=counts, draft_length=12, compressor_options=options)
     params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
     with engine.recorded_kept() as kept:

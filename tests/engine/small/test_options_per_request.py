@@ -63,3 +63,13 @@ def test_an_option_that_got_past_the_door_is_answered_not_fatal(engine: Harness,
     (summary,) = summaries(engine.drain().values())
     assert summary["mode"] == "resident"
     assert "vericache_ratio" in summary["reason"]
+
+
+def test_a_compressor_that_got_past_the_door_is_answered_not_fatal(
+    engine: Harness, texts: dict[str, list[int]]
+) -> None:
+    """Its texts were not made ready."""
+    engine.configure(compressor="snapkv", request_options=("mode",))
+    engine.add("a", texts["summarise"], asking(compressor="kvzip"))
+    (summary,) = summaries(engine.drain().values())
+    assert (summary["mode"], summary["reason"]) == ("resident", "this server lets no client choose compressor 'kvzip'")

@@ -164,11 +164,14 @@ def test_what_the_gpu_kernels_cannot_hold() -> None:
     with pytest.raises(ConfigError, match="page_tokens is 24"):
         check_kernels(Plain(24, 128, torch.float16))
     check_kernels(Plain(8, 64, torch.float16))
-    with pytest.raises(ConfigError, match="page_tokens is 8"):
-        check_kernels(page_format("turboquant4", 8, 64, torch.float16))
-    with pytest.raises(ConfigError, match="heads of size 32 into 2 bits"):
-        check_kernels(page_format("turboquant2", 32, 32, torch.float16))
-    check_kernels(page_format("turboquant3", 16, 64, torch.float16))
+    with pytest.raises(ConfigError, match=r"packs 4 bits.*32 tokens.*page_tokens 16; set page_tokens to 32"):
+        check_kernels(page_format("turboquant4", 16, 64, torch.float16))
+    with pytest.raises(ConfigError, match=r"packs 2 bits.*heads of size 32; set page_format to plain"):
+        check_kernels(page_format("turboquant2", 64, 32, torch.float16))
+    check_kernels(page_format("turboquant4", 32, 32, torch.float16))
+    check_kernels(page_format("turboquant3", 64, 64, torch.float16))
+    with pytest.raises(ConfigError, match="rotatekv2 has no attention kernel"):
+        check_kernels(page_format("rotatekv2", 64, 64, torch.float16))
 
 
 def test_no_row_left_for_requests() -> None:

@@ -52,6 +52,15 @@ def test_rows_that_append_to_the_context(engine: V2Engine) -> None:
     assert all(s["mode"] == "draft" for s in found)
 
 
+@pytest.mark.parametrize("compressor", ["h2o", "expected_attention", "lagkv"])
+def test_rows_that_replay_the_context_and_methods_that_read_it(engine: V2Engine, compressor: str) -> None:
+    """H2O's rows begin anywhere in the context; Expected Attention needs values and the model's rotation."""
+    options = {"h2o": {"chunk": 24}, "lagkv": {"lag": 8}}.get(compressor, {})
+    prompts = [engine.prompt(70, 30), engine.prompt(64, 31)]
+    found = engine.same(prompts, params(2, 8), ratio=0.6, compressor=compressor, compressor_options=options)
+    assert all(s["mode"] == "draft" for s in found)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,0 +1,38 @@
+"""The page formats by name. A new one is one file and one entry here."""
+
+from collections.abc import Callable
+
+import torch
+
+from vericache.draft.formats.base import PageFormat
+from vericache.draft.formats.kivi import Kivi
+from vericache.draft.formats.kvquant import KVQuant
+from vericache.draft.formats.plain import Plain
+from vericache.draft.formats.rotatekv import RotateKV
+from vericache.draft.formats.simulated import Simulated
+from vericache.draft.formats.turboquant import TurboQuant
+from vericache.errors import ConfigError
+
+FORMATS: dict[str, Callable[[int, int, torch.dtype], PageFormat]] = {
+    "plain": Plain,
+    **{f"turboquant{b}": lambda *args, b=b: TurboQuant(b, *args) for b in (4, 3, 2)},
+    **{f"kivi{b}": lambda *args, b=b: Kivi(b, *args) for b in (4, 2)},
+    **{f"rotatekv{b}": lambda *args, b=b: RotateKV(b, *args) for b in (4, 2)},
+    **{f"kvquant{b}": lambda *args, b=b: Simulated(KVQuant(b, *args)) for b in (4, 3, 2)},
+}
+
+
+def page_format(name: str, page_tokens: int, head_dim: int, dtype: torch.dtype) -> PageFormat:
+    """The format called ``name`` for heads of size ``head_dim`` in a model of ``dtype``.
+
+    Raises:
+        ConfigError: heads or pages of this size do not fit the format.
+    """
+    if name != "plain" and (head_dim % 8 or page_tokens % 8):
+        raise ConfigError(
+            f"page_format {name} packs heads and pages whose sizes are multiples of 8, got head size {head_dim} and "
+            f"page_tokens {page_tokens}; set page_tokens to 32, or page_format to plain"
+        )
+    found = FORMATS[name](page_tokens, head_dim, dtype)
+    found.name = name
+    return found
