@@ -66,7 +66,7 @@ FULL = Method("full KV", "")  # keeps everything: what is rejected then is round
 
 def registered(counts: Sequence[str]) -> list[Method]:
     """Every registered compressor that needs no training, in the count modes asked for that it has."""
-    methods = {name: m for name, m in METHODS.items() if not m.needs_surrogate}
+    methods = {name: m for name, m in METHODS.items() if m.network is None}
     modes = {name: [m.default_counts if c == OWN else c for c in counts] for name, m in methods.items()}
     return [
         Method(name, c) for name, wanted in modes.items() for c in dict.fromkeys(wanted) if c in METHODS[name].counts

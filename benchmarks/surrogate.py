@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             agreement.add(torch.stack(predicted), torch.stack([log_scores for _, log_scores in seen[name]]))
         with tempfile.TemporaryDirectory() as place, console.status(f"kvzap: {', '.join(group)}"):
             path = Path(place) / "kvzap.safetensors"
-            file.save(path, file.Stored(surrogate, fingerprint))
+            file.save(path, file.Stored(Ridge.method, surrogate, fingerprint))
             (measured,) = accepted(folder, {n: prompts[n] for n in group}, [("kvzap", "per_head")], args, path)
             by_prompt |= {m.prompt: m for m in measured}
     results["kvzap per_head"] = [by_prompt[name] for name in prompts]
@@ -96,7 +96,7 @@ def trained(texts: Sequence[Seen]) -> Surrogate:
     for text in texts:
         for layer, (features, log_scores) in enumerate(text):
             fitting.add(layer, features, log_scores)
-    return Surrogate("kvzap", fitting.fit())
+    return fitting.fit()
 
 
 def accepted(

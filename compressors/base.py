@@ -20,14 +20,14 @@ from compressors.surrogate import Surrogate
 @dataclass(frozen=True)
 class Shape:
     """The attention geometry of the (rank's share of the) model. ``rotary`` is None where the engine cannot tell one
-    rotary embedding that all layers apply, ``surrogate`` where none was trained for the model."""
+    rotary embedding that all layers apply; ``surrogates`` are those trained for the model, by method."""
 
     layers: int
     kv_heads: int
     query_heads: int
     head_dim: int
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
-    surrogate: Surrogate | None = field(default=None, compare=False, repr=False)
+    surrogates: Mapping[str, Surrogate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -98,8 +98,8 @@ class Scorer(ABC):
     query_aware: ClassVar[bool]
     reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
     needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
+    network: ClassVar[type[Surrogate] | None] = None  # the kind in ``shape.surrogates`` the method needs, if any
     dynamic: ClassVar[bool] = False  # whether ``needed`` may keep less than the ratio allows
-    needs_surrogate: ClassVar[bool] = False  # whether it reads ``shape.surrogate``, trained for it and for the model
     counts: ClassVar[tuple[str, ...]] = COUNTS
     default_counts: ClassVar[str] = "per_head"
     selectors: ClassVar[tuple[str, ...]] = SELECTORS  # only "top" where scores are no weights (ranks, logarithms)

@@ -8,6 +8,7 @@ from compressors.dbudgetkv import DBudgetKV
 from compressors.duo_attention import DuoAttention
 from compressors.errors import MethodError
 from compressors.expected_attention import ExpectedAttention
+from compressors.fast_kvzip import FastKVzip
 from compressors.h2o import H2O
 from compressors.keydiff import KeyDiff
 from compressors.knorm import KNorm
@@ -26,7 +27,7 @@ from compressors.tova import TOVA
 
 BUILTIN: tuple[type[Scorer], ...] = (
     StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip,
-    KVzap, DuoAttention, KNorm, KeyDiff, LagKV, Random,
+    KVzap, FastKVzip, DuoAttention, KNorm, KeyDiff, LagKV, Random,
 )  # fmt: skip
 METHODS = Methods(BUILTIN)
 
@@ -86,10 +87,11 @@ def create(spec: MethodSpec, shape: Shape, num_tokens: int) -> Compressor:
             f"{spec.name} turns keys and queries to other positions, and this model has no single rotary embedding "
             f"that all its layers apply; choose a method that needs none"
         )
-    if method.needs_surrogate and (shape.surrogate is None or shape.surrogate.method != spec.name):
-        given = "none is loaded" if shape.surrogate is None else f"the one loaded is for {shape.surrogate.method}"
+    if method.network is not None and spec.name not in shape.surrogates:
+        given = ", ".join(shape.surrogates) or "none"
         raise MethodError(
-            f"{spec.name} needs a surrogate that was trained for it, and {given}; set surrogate to its file"
+            f"{spec.name} needs a surrogate that was trained for it and the model, loaded are those of: {given}; set "
+            f"surrogate to its file"
         )
     return Compressor(method(shape, num_tokens, spec), spec)
 

@@ -1,15 +1,17 @@
-"""Surrogates: small networks, one per layer, that predict a method's scores from what is cached of a token.
+"""Surrogates: small networks, one per layer, that predict KVzip's scores from what is cached of a token.
 
-KVzap (arXiv:2601.07891) reads the hidden state h that a layer's attention gets. An engine does not keep h, and a
-prefix-cache hit never computes it. The features here are the token's keys before rotation and its values, of all KV
-heads of the layer: 2 H D numbers that are a linear image of h (k = W_k h, v = W_v h; where the model normalises its
-keys, k is the normalised one) and are in the cache anyway.
+KVzap (arXiv:2601.07891) and Fast KVzip (arXiv:2601.17668) read the hidden state h that a layer's attention gets. An
+engine does not keep h, and a prefix-cache hit never computes it. The features here are the token's keys before rotation
+and its values, of all KV heads of the layer: 2 H D numbers that are a linear image of h (k = W_k h, v = W_v h; where
+the model normalises its keys, k is the normalised one) and are in the cache anyway.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compressors.cached import CachedTokens
@@ -26,27 +28,18 @@ def token_features(cached: CachedTokens, positions: Tensor, rotary: Rotary) -> T
 
 
 @dataclass(frozen=True, eq=False)
-class Surrogate:
-    """``maps``: (weight ``[L, in, out]``, bias ``[L, out]``), float32, GELU between two of them; from ``2 * H * D``
-    features to the natural logarithms of H scores. ``method`` is the compressor that it was trained for."""
+class Surrogate(ABC):
+    """The trained numbers of all layers by name, float32, the layer being the first dimension of each."""
 
-    method: str
-    maps: tuple[tuple[Tensor, Tensor], ...]
+    tensors: Mapping[str, Tensor]
 
+    def to(self, device: torch.device) -> Self:
+        return type(self)({name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    @abstractmethod
     def fits(self, layers: int, kv_heads: int, head_dim: int) -> bool:
-        first, last = self.maps[0][0], self.maps[-1][0]
-        return first.shape[:2] == (layers, 2 * kv_heads * head_dim) and last.shape[2] == kv_heads
+        """Whether the shapes are those of such a model."""
 
-    def describe(self) -> str:
-        first, last = self.maps[0][0], self.maps[-1][0]
-        return f"{first.shape[0]} layers of {last.shape[2]} KV heads and {first.shape[1]} features"
-
-    def to(self, device: torch.device) -> "Surrogate":
-        return Surrogate(self.method, tuple((w.to(device), b.to(device)) for w, b in self.maps))
-
+    @abstractmethod
     def predict(self, layer: int, features: Tensor) -> Tensor:
-        """Log scores, float32 ``[H, m]``, of tokens with features ``[m, 2 * H * D]``."""
-        x = features
-        for index, (weight, bias) in enumerate(self.maps):
-            x = torch.addmm(bias[layer], F.gelu(x) if index else x, weight[layer])
-        return x.T
+        """Natural logarithms of the scores, float32 ``[H, m]``, of tokens with features ``[m, 2 * H * D]``."""

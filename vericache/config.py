@@ -64,7 +64,8 @@ class VeriCacheConfig(BaseModel):
     )
     compressor_options: dict[str, int] = Field({}, description="options of the method, for example kvzip: chunk")
     surrogate: str | None = Field(
-        None, description="file of a trained surrogate (`vericache surrogate train`), which compressor kvzap needs"
+        None,
+        description="file of a surrogate (`vericache surrogate train`), which compressors kvzap and fast_kvzip need",
     )
     arena_fraction: float = Field(0.5, gt=0, lt=1, description="share of the KV memory budget given to the draft arena")
     page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
@@ -109,7 +110,7 @@ class VeriCacheConfig(BaseModel):
             method = validate(self.method)
         except MethodError as error:
             raise ValueError(str(error)) from None
-        if method.needs_surrogate and self.surrogate is None:
+        if method.network is not None and self.surrogate is None:
             raise ValueError(
                 f"compressor {self.compressor} needs a surrogate that was trained for the model, and none is given; "
                 f"train one with `vericache surrogate train` and set surrogate to its file, or use another compressor"

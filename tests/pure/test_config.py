@@ -292,7 +292,7 @@ def test_streaming_llm_scores_every_head_alike(counts: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_without_counts_a_compressor_spreads_tokens_as_it_does_by_itself(name: str) -> None:
-    needed = {"surrogate": "file"} if METHODS[name].needs_surrogate else {}
+    needed = {"surrogate": "file"} if METHODS[name].network else {}
     assert load({"compressor": name, **needed}, {}).method.counts == METHODS[name].default_counts
 
 

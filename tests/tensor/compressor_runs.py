@@ -10,7 +10,7 @@ from hypothesis import settings
 from torch import Tensor
 
 from compressors import METHODS, CachedTokens, Compressor, Kept, MethodSpec, Rotary, Shape
-from tests.tensor.surrogates import surrogate
+from tests.tensor.surrogates import gates, perceptron
 
 
 def rotary(rot: int, neox: bool = True, positions: int = 400) -> Rotary:
@@ -21,7 +21,8 @@ def rotary(rot: int, neox: bool = True, positions: int = 400) -> Rotary:
 
 def equipped(shape: Shape) -> Shape:
     """With all that some method needs of a model."""
-    return replace(shape, rotary=shape.rotary or rotary(shape.head_dim), surrogate=shape.surrogate or surrogate(shape))
+    surrogates = shape.surrogates or {"kvzap": perceptron(shape), "fast_kvzip": gates(shape)}
+    return replace(shape, rotary=shape.rotary or rotary(shape.head_dim), surrogates=surrogates)
 
 
 def shape_of(layers: int, kv_heads: int, group: int, head_dim: int) -> Shape:
@@ -56,7 +57,7 @@ class Context:
         tokens = torch.randint(0, 1000, (num_tokens,), generator=rng).tolist()
         names = sorted({"turn", *(key for method in METHODS.values() for key in method.texts)})
         texts = {key: list(range(2000 + 10 * i, 2000 + 10 * i + 5 + i)) for i, key in enumerate(names)}
-        return cls(equipped(shape), tokens, queries, keys, values, texts, shape.head_dim**-0.5)
+        return cls(shape, tokens, queries, keys, values, texts, shape.head_dim**-0.5)
 
 
 @dataclass

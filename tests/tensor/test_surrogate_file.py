@@ -1,6 +1,7 @@
 """The file of a surrogate: what comes back, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from compressors import Shape
-from tests.tensor.surrogates import surrogate
+from compressors.surrogate import Surrogate
+from tests.tensor.surrogates import gates, perceptron, same
 from vericache.errors import ConfigError
 from vericache.surrogate import file
 from vericache.surrogate.fingerprint import fingerprint, geometry, geometry_of
@@ -19,21 +21,22 @@ SHAPE = Shape(3, 2, 4, 8)
 MARK = "LlamaForCausalLM-3x2x8-0123456789abcdef"
 
 
-def stored(hidden: int | None = None) -> file.Stored:
-    return file.Stored(surrogate(SHAPE, hidden=hidden), MARK, {"fit": "ridge", "strength": 1.0}, ("abc", "def"))
+def stored(method: str = "kvzap", surrogate: Surrogate | None = None) -> file.Stored:
+    options = {"fit": "ridge", "strength": 1.0}
+    return file.Stored(method, surrogate or perceptron(SHAPE), MARK, options, ("abc", "def"))
 
 
-@pytest.mark.parametrize("hidden", [None, 4])
-def test_what_was_saved_comes_back(hidden: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wanted", [stored(), stored(surrogate=perceptron(SHAPE, hidden=4)), stored("fast_kvzip", gates(SHAPE))]
+)
+def test_what_was_saved_comes_back(wanted: file.Stored, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "s.safetensors"
-    file.save(path, stored(hidden))
-    file.save(path, stored(hidden))  # in its own place
-    found, wanted = file.load(path), stored(hidden)
-    assert (found.fingerprint, found.options, found.trained_on) == (MARK, wanted.options, wanted.trained_on)
-    assert found.surrogate.method == "kvzap"
-    for (w, b), (w2, b2) in zip(found.surrogate.maps, wanted.surrogate.maps, strict=True):
-        assert torch.equal(w, w2)
-        assert torch.equal(b, b2)
+    file.save(path, wanted)
+    file.save(path, wanted)  # in its own place
+    found = file.load(path)
+    assert replace(found, surrogate=wanted.surrogate) == wanted
+    assert type(found.surrogate) is type(wanted.surrogate)
+    assert same(found.surrogate, wanted.surrogate)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     file.check_model(path, found, MARK)
 
@@ -86,6 +89,8 @@ def rewritten(path: Path, **about: Any) -> None:
         ({"features": 9}, "has features version 9"),
         ({"features": None}, "has features version None"),
         ({"fingerprint": None}, "lacks 'fingerprint'"),
+        ({"method": "kvzip"}, "is for compressor 'kvzip', which takes none"),
+        ({"method": "gone"}, "is for compressor 'gone', which takes none"),
     ],
 )
 def test_other_files_and_versions_are_refused(about: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -106,7 +111,7 @@ def test_a_model_file_is_no_surrogate(tmp_path: Path) -> None:
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     path, bad = tmp_path / "s.safetensors", stored()
-    bad.surrogate.maps[0][0][1, 2, 1] = torch.nan
+    bad.surrogate.tensors["weight0"][1, 2, 1] = torch.nan
     file.save(path, bad)
     with pytest.raises(ConfigError, match="not finite"):
         file.load(path)

@@ -1,5 +1,7 @@
 """Ridge regression against numpy's least squares, the network against what only it can fit, ranking against scipy."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from compressors import Surrogate
+from compressors import Shape, Surrogate
+from compressors.fast_kvzip import gate
 from tests.tensor.compressor_runs import quick
+from tests.tensor.surrogates import gates, same
+from vericache.surrogate.fitting import Fitting, Sampled
+from vericache.surrogate.gate import Gates
 from vericache.surrogate.metrics import Agreement, overlap, ranks, spearman
 from vericache.surrogate.mlp import MLP
 from vericache.surrogate.ridge import Moments, Ridge
@@ -57,39 +63,59 @@ def test_ridge_does_not_depend_on_how_texts_are_cut() -> None:
         together.add(layer, torch.cat([x for _, x, _ in pieces]), torch.cat([y for _, _, y in pieces], 1))
         for piece in pieces:
             apart.add(*piece)
-    ((weight, bias),), ((added, added_bias),) = together.fit(), apart.fit()
-    torch.testing.assert_close(added, weight)
-    torch.testing.assert_close(added_bias, bias)
-    assert weight.shape == (3, 8, 2)
-    assert weight.dtype == torch.float32
+    once, pieces_of = together.fit(), apart.fit()
+    assert once.tensors["weight0"].shape == (3, 8, 2)
+    assert once.tensors["weight0"].dtype == torch.float32
+    for name, tensor in once.tensors.items():
+        torch.testing.assert_close(pieces_of.tensors[name], tensor)
 
 
-# -- the network ---------------------------------------------------------------------------------------------
+# -- gradient descent ----------------------------------------------------------------------------------------
+
+
+def error_of(fitting: Fitting, x: Tensor, y: Tensor) -> float:
+    """Squared error over the variance of ``y [N, H]``, on what was fitted."""
+    fitting.add(0, x, y.T)
+    return float((fitting.fit().predict(0, x).T - y).square().mean() / y.var(0).mean())
+
+
+def uneven(tokens: int) -> Tensor:
+    """Features of very different scales, one that is constant."""
+    rng = torch.Generator().manual_seed(1)
+    return torch.randn(tokens, 6, generator=rng) * torch.tensor([1.0, 100.0, 0.01, 1.0, 1.0, 0.0]) + 3
 
 
 def test_a_network_fits_what_no_linear_map_can() -> None:
-    rng = torch.Generator().manual_seed(1)
-    x = torch.randn(2000, 6, generator=rng) * torch.tensor([1.0, 100.0, 0.01, 1.0, 1.0, 0.0]) + 3
+    x = uneven(2000)
     y = torch.stack([(x[:, 0] - 3).abs(), (x[:, 1] - 3).abs() / 100], 1) * 5 - 8
-    error = {}
-    for name, fitting in (("mlp", MLP(32, 2000, steps=400)), ("ridge", Ridge(1.0))):
-        fitting.add(0, x, y.T)
-        error[name] = (Surrogate("kvzap", fitting.fit()).predict(0, x).T - y).square().mean() / y.var(0).mean()
-    assert error["ridge"] > 0.9
-    assert error["mlp"] < 0.1
+    assert error_of(Ridge(1.0), x, y) > 0.9
+    assert error_of(MLP(32, 2000, steps=400), x, y) < 0.1
 
 
-def test_a_network_is_reproducible_and_sees_a_share_of_each_text() -> None:
-    def fitted() -> Tensor:
-        fitting = MLP(4, tokens=20, steps=1)
+def test_gates_fit_scores_that_gates_made() -> None:
+    x = uneven(2000)
+    shape = Shape(1, 2, 4, 2)
+    hidden = gates(shape, queries=2, width=4, sinks=3).tensors
+    made = gate(
+        {name: tensor[0, 2:] if name in ("query", "key") else tensor[0] for name, tensor in hidden.items()},
+        (x - 3) / x.std(0).clamp_min(1),
+    )
+    assert error_of(Gates(2000, steps=400), x, made.T) < 0.2
+
+
+@pytest.mark.parametrize("make", [lambda: MLP(4, tokens=20, steps=1), lambda: Gates(tokens=20, steps=1)])
+def test_descent_is_reproducible_and_sees_a_share_of_each_text(make: Callable[[], Sampled]) -> None:
+    def fitted() -> Surrogate:
+        fitting = make()
         for text in (random_text(0), random_text(1, tokens=10)):
             for piece in text:
                 fitting.add(*piece)
         assert [len(torch.cat(seen)) for seen in fitting._features.values()] == [30, 30, 30]
-        return fitting.fit()[0][0]
+        return fitting.fit()
 
-    assert torch.equal(fitted(), fitted())
-    assert fitted().shape == (3, 8, 4)
+    assert same(fitted(), fitted())
+    assert all(len(tensor) == 3 for tensor in fitted().tensors.values())
+    assert fitted().fits(3, 2, 2)
 
 
 # -- ranking -------------------------------------------------------------------------------------------------

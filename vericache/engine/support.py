@@ -79,9 +79,9 @@ def check_surrogate(settings: VeriCacheConfig, path: str, config: VllmConfig) ->
             f"heads of a layer, of which a rank has some; choose a compressor that needs none, or use one GPU"
         )
     stored = file.load(path)
-    if METHODS[settings.compressor].needs_surrogate and stored.surrogate.method != settings.compressor:
+    if METHODS[settings.compressor].network is not None and stored.method != settings.compressor:
         raise ConfigError(
-            f"the surrogate {path} is for compressor {stored.surrogate.method}, compressor is {settings.compressor}; "
+            f"the surrogate {path} is for compressor {stored.method}, compressor is {settings.compressor}; "
             f"change one of them"
         )
     layers = model.get_num_layers(config.parallel_config)

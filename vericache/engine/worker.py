@@ -57,7 +57,7 @@ class DraftWorker(ABC):
         rotary = shared_rotary(self.model_runner.get_model(), list(layers.values()))
         shape = Shape(len(layers), first.num_kv_heads, first.num_heads, first.head_size, rotary)
         if settings.surrogate is not None:
-            shape = replace(shape, surrogate=self._surrogate(settings.surrogate, shape, caches[0].device))
+            shape = replace(shape, surrogates=self._surrogates(settings.surrogate, shape, caches[0].device))
         runtime = self._runtime(shape, plan, caches[0])
         copies = self._copies(caches, HostStore(plan.host_pages, caches))
         connector.worker = KVWorker(shape, runtime, self._layout(plan, first, caches), caches, copies)
@@ -71,7 +71,7 @@ class DraftWorker(ABC):
         known = geometry(config.architecture, len(layers), first.num_kv_heads, first.head_size)
         return fingerprint(known, self.model_runner.get_model().named_parameters())
 
-    def _surrogate(self, path: str, shape: Shape, device: torch.device) -> Surrogate:
+    def _surrogates(self, path: str, shape: Shape, device: torch.device) -> dict[str, Surrogate]:
         """Raises ConfigError where it would not serve."""
         stored = file.load(path)
         file.check_model(path, stored, self.model_fingerprint())
@@ -80,7 +80,7 @@ class DraftWorker(ABC):
                 f"surrogate is {path}, but this model has no single rotary embedding that all its layers apply, and "
                 f"surrogates read keys without their rotation; leave surrogate out and choose another compressor"
             )
-        return stored.surrogate.to(device)
+        return {stored.method: stored.surrogate.to(device)}
 
     def _runtime(self, shape: Shape, plan: MemoryPlan, cache: Tensor) -> DraftRuntime:
         scheduler = self.vllm_config.scheduler_config

@@ -10,18 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from compressors import Surrogate
 from vericache.demo import model as bundled
 from vericache.demo import prompts
 from vericache.demo.worker import ENVIRONMENT
 from vericache.errors import ConfigError
 from vericache.surrogate import file, report
 from vericache.surrogate.fitting import Fitting
+from vericache.surrogate.gate import Gates
 from vericache.surrogate.mlp import MLP
 from vericache.surrogate.ridge import STRENGTH, Ridge
 from vericache.surrogate.texts import SHORTEST, Text, cut, hold_out, read
-
-METHOD = "kvzap"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,8 +38,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def train(args: argparse.Namespace, console: Console) -> int:
-    """Train a surrogate for compressor kvzap. Every text is scored by KVzip in an engine of this process; whole texts
-    are held out to measure the result. Writes FILE, and the figures as JSON beside it."""
+    """Train a surrogate for compressor kvzap or fast_kvzip. Every text is scored by KVzip in an engine of this process;
+    whole texts are held out to measure the result. Writes FILE, and the figures as JSON beside it."""
     if args.strength <= 0 or not 0 <= args.hold_out < 1:
         raise ConfigError(
             f"expected --strength above 0 and --hold-out in [0, 1), got {args.strength} and {args.hold_out}"
@@ -49,11 +47,7 @@ def train(args: argparse.Namespace, console: Console) -> int:
     start, folder = time.monotonic(), _folder(args, console)
     texts = _texts(args, folder, console)
     train_on, held_out = hold_out(texts, args.hold_out)
-    options: dict[str, Any] = {"fit": args.fit, "strength": args.strength}
-    fitting: Fitting = Ridge(args.strength)
-    if args.fit == "mlp":
-        options = {"fit": args.fit, "hidden": args.hidden, "tokens_per_text": args.tokens_per_text}
-        fitting = MLP(args.hidden, args.tokens_per_text)
+    fitting, options = _fitting(args)
     from vericache.surrogate.scoring import scores
     from vericache.surrogate.training import measure, take_in
 
@@ -61,16 +55,18 @@ def train(args: argparse.Namespace, console: Console) -> int:
         task = progress.add_task("KVzip scores, tokens", total=sum(t.tokens for t in texts))
         take_in(engine, train_on, fitting, lambda tokens: progress.advance(task, tokens))
         layers = progress.add_task(f"{args.fit}, layers", total=fitting.layers)
-        surrogate = Surrogate(METHOD, fitting.fit(lambda: progress.advance(layers)))
-        stored = file.Stored(surrogate, engine.fingerprint, options, tuple(sorted(t.mark for t in train_on)))
+        surrogate = fitting.fit(lambda: progress.advance(layers))
+        marks = tuple(sorted(t.mark for t in train_on))
+        stored = file.Stored(fitting.method, surrogate, engine.fingerprint, options, marks)
         file.save(args.file, stored)
         agreement = measure(engine, surrogate, held_out, lambda tokens: progress.advance(task, tokens))
     about = {
-        "surrogate": str(args.file), "method": METHOD, "fingerprint": stored.fingerprint, "options": options,
+        "surrogate": str(args.file), "method": stored.method, "fingerprint": stored.fingerprint, "options": options,
         "trained_on": [{"name": t.name, "tokens": t.tokens} for t in train_on],
         "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
-    console.print(f"{args.file}: {args.fit} for model {stored.fingerprint}, trained on {len(train_on)} texts")
+    trained = f"for compressor {stored.method} ({args.fit}) and model {stored.fingerprint}, on {len(train_on)} texts"
+    console.print(f"{args.file}: trained {trained}", soft_wrap=True)
     _finish(report.report(agreement, held_out, **about), args, args.file.with_suffix(".json"), console)
     return 0
 
@@ -90,7 +86,7 @@ def evaluate(args: argparse.Namespace, console: Console) -> int:
         task = progress.add_task("KVzip scores, tokens", total=sum(t.tokens for t in texts))
         agreement = measure(engine, stored.surrogate, texts, lambda tokens: progress.advance(task, tokens))
     about = {
-        "surrogate": str(args.file), "method": stored.surrogate.method, "fingerprint": stored.fingerprint,
+        "surrogate": str(args.file), "method": stored.method, "fingerprint": stored.fingerprint,
         "options": stored.options, "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
     _finish(report.report(agreement, texts, **about), args, args.file.with_suffix(".eval.json"), console)
@@ -102,13 +98,21 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hold-out", type=float, default=0.25, help="share of the texts to measure with (default 0.25)"
     )
-    parser.add_argument("--fit", choices=("ridge", "mlp"), default="ridge", help="a linear map, or one hidden layer")
+    parser.add_argument(
+        "--fit",
+        choices=("ridge", "mlp", "gate"),
+        default="ridge",
+        help="for kvzap: ridge, a linear map, or mlp, one hidden layer; for fast_kvzip: gate",
+    )
     parser.add_argument(
         "--strength", type=float, default=STRENGTH, help=f"ridge: weight of the penalty (default {STRENGTH:g})"
     )
     parser.add_argument("--hidden", type=_positive, default=512, help="mlp: width of the hidden layer (default 512)")
     parser.add_argument(
-        "--tokens-per-text", type=_positive, default=2000, help="mlp: tokens kept in memory of a piece of text (2000)"
+        "--tokens-per-text",
+        type=_positive,
+        default=2000,
+        help="mlp, gate: tokens kept in memory of a piece of text (2000)",
     )
 
 
@@ -136,6 +140,18 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
+
+
+def _fitting(args: argparse.Namespace) -> tuple[Fitting, dict[str, Any]]:
+    """And the options that go into the file."""
+    sampled = {"fit": args.fit, "tokens_per_text": args.tokens_per_text}
+    match args.fit:
+        case "gate":
+            return Gates(args.tokens_per_text), sampled
+        case "mlp":
+            return MLP(args.hidden, args.tokens_per_text), {**sampled, "hidden": args.hidden}
+        case _:
+            return Ridge(args.strength), {"fit": args.fit, "strength": args.strength}
 
 
 def _folder(args: argparse.Namespace, console: Console) -> Path:

@@ -9,9 +9,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
-from torch import Tensor
 
-from compressors.surrogate import FEATURES, Surrogate
+from compressors import METHODS, Surrogate
+from compressors.surrogate import FEATURES
 from vericache.errors import ConfigError
 
 VERSION = 1  # of this file's layout
@@ -20,8 +20,10 @@ _KEY = "vericache_surrogate"
 
 @dataclass(frozen=True)
 class Stored:
-    """A surrogate, the model it was trained on (``fingerprint``), how, and on which texts (``Text.mark``)."""
+    """A surrogate, the compressor (``method``) and the model (``fingerprint``) it was trained for, how, and on which
+    texts (``Text.mark``)."""
 
+    method: str
     surrogate: Surrogate
     fingerprint: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -33,14 +35,12 @@ def save(path: Path, stored: Stored) -> None:
     about = {
         _KEY: VERSION,
         "features": FEATURES,
-        "method": stored.surrogate.method,
+        "method": stored.method,
         "fingerprint": stored.fingerprint,
         "options": stored.options,
         "trained_on": stored.trained_on,
     }
-    tensors: dict[str, Tensor] = {}
-    for index, (weight, bias) in enumerate(stored.surrogate.maps):
-        tensors |= {f"weight{index}": weight.cpu().contiguous(), f"bias{index}": bias.cpu().contiguous()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in stored.surrogate.tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         build = Path(folder) / path.name
@@ -69,9 +69,11 @@ def load(path: str | Path) -> Stored:
     if not all(t.isfinite().all() for t in tensors.values()):
         raise ConfigError(f"the surrogate {path} holds numbers that are not finite; train it anew")
     try:
-        maps = tuple((tensors[f"weight{i}"], tensors[f"bias{i}"]) for i in range(len(tensors) // 2))
-        surrogate = Surrogate(about["method"], maps)
-        return Stored(surrogate, about["fingerprint"], about["options"], tuple(about["trained_on"]))
+        method, fingerprint, options = about["method"], about["fingerprint"], about["options"]
+        network = METHODS[method].network if method in METHODS else None
+        if network is None:
+            raise ConfigError(f"the surrogate {path} is for compressor {method!r}, which takes none; train it anew")
+        return Stored(method, network(tensors), fingerprint, options, tuple(about["trained_on"]))
     except KeyError as error:
         raise ConfigError(f"the surrogate {path} lacks {error}; train it anew") from None
 

@@ -1,12 +1,12 @@
 """Ridge regression in closed form, from sums that do not grow with the number of tokens."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vericache.surrogate.fitting import Fitting, Maps, deviation
+from vericache.surrogate.fitting import Fitting, deviation
 
 STRENGTH = 100.0  # as good as any between 1 and 1000, with 14,000 tokens of six texts
 
@@ -55,6 +55,8 @@ class Moments:
 class Ridge(Fitting):
     """A linear map per layer, as KVzap's smaller variant."""
 
+    method = "kvzap"
+
     def __init__(self, strength: float = STRENGTH) -> None:
         self.strength = strength
         self.moments: dict[int, Moments] = {}
@@ -67,10 +69,6 @@ class Ridge(Fitting):
         found = Moments.of(features, log_scores.T)
         self.moments[layer] = self.moments[layer] + found if layer in self.moments else found
 
-    def fit(self, advance: Callable[[], None] = lambda: None) -> Maps:
-        solved = []
-        for layer in range(self.layers):
-            solved.append(self.moments[layer].solve(self.strength))
-            advance()
-        weights, biases = zip(*solved, strict=True)
-        return ((torch.stack(weights).float(), torch.stack(biases).float()),)
+    def fit_layer(self, layer: int) -> Mapping[str, Tensor]:
+        weight, bias = self.moments[layer].solve(self.strength)
+        return {"weight0": weight, "bias0": bias}

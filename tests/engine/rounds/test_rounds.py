@@ -13,7 +13,7 @@ from tests.engine.harness import Harness
 from tests.reference import Reference, greedy
 from vericache.engine.sampling import row_seeds
 
-OWN = {(m.name, m.default_counts) for m in METHODS.values() if not m.needs_surrogate}
+OWN = {(m.name, m.default_counts) for m in METHODS.values() if m.network is None}
 MODES = sorted(OWN | {("kvzip", counts) for counts in COUNTS})
 
 

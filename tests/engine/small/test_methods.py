@@ -20,7 +20,7 @@ def asking(**options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, extra_args=extra)
 
 
-@pytest.mark.parametrize("compressor", [m.name for m in METHODS.values() if not m.needs_surrogate])
+@pytest.mark.parametrize("compressor", [m.name for m in METHODS.values() if m.network is None])
 def test_every_method(
     engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], compressor: str
 ) -> None:
