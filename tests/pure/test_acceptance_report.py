@@ -16,7 +16,7 @@ OPTIONS = {"tokens": 64, "drafts": [8, 25], "prompts": ["a", "b"]}
 HEADER: dict[str, Any] = {"date": "2026-01-01", "machine": "m", "model": "tiny", "options": OPTIONS}
 RUN: dict[str, Any] = {"prompts": {"a": 100, "b": 200}, "prefill_ms": 50.0, "outputs": {"0.0": {"a": 0.9, "b": 0.1}}}
 
-UNTRAINED = {m.name for m in METHODS.values() if not m.needs_surrogate}
+UNTRAINED = {m.name for m in METHODS.values() if m.network is None}
 
 
 def cell(method: Method, ratio: float, accepted: int, temperature: float = 0.0) -> dict[str, Any]:
