@@ -43,9 +43,11 @@ METRICS: dict[str, Metric] = {
     "vericache_iteration_seconds": Metric("gauge", "Iteration time the planner works with."),
     "vericache_demotions": Metric("counter", "Requests that left the device to draft."),
     "vericache_recompressions": Metric("counter", "Contexts compressed anew because their tail had grown long."),
-    "vericache_promotions": Metric("counter", "Drafting requests that became plain rows again.", "reason"),
+    "vericache_promotions": Metric(
+        "counter", "Drafting requests that became plain rows again: `room` in mode auto, else what failed.", "reason"
+    ),
     "vericache_fallbacks": Metric("counter", "Requests that never drafted.", "reason"),
-    "vericache_requests": Metric("gauge", "Detached requests by state.", "state"),
+    "vericache_requests": Metric("gauge", "Detached requests by state; `held`: their drafts would not pay.", "state"),
     "vericache_link_ring_ratio": Metric("gauge", "Share of the window's link time that is promised to reloads."),
     "vericache_page_ring_pages": Metric("gauge", "Transient pages promised in the window's fullest iteration."),
     "vericache_host_store_bytes": Metric("gauge", "Host memory that holds full KV."),
