@@ -45,7 +45,7 @@ class Selected:
 class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         folder = model.prepare()
-        arguments = {**ENGINE, "kv_cache_memory_bytes": 6 << 30, "enable_prefix_caching": True}
+        arguments = {**ENGINE, "kv_cache_memory_bytes": 2 << 30, "enable_prefix_caching": True}
         self.engine = LiveEngine(folder, arguments, {"min_prompt_tokens": 1024, "draft_length": CHECKED_DRAFTS})
         self.prompts = load(args.prompts, self.engine.tokenizer)
         self.reference = Reference(folder)
