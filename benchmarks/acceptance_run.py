@@ -19,6 +19,7 @@ from benchmarks.acceptance_engine import distinct_4_grams
 from benchmarks.acceptance_grid import FULL, Method
 from benchmarks.engine import LiveEngine, summaries, tokens
 from compressors import Kept
+from tests.packings import Packing, packing
 from tests.reference import Choose, Past, Reference, Rounds, greedy, run
 from vericache.demo import model
 from vericache.demo.prompts import PROMPTS, load
@@ -58,6 +59,10 @@ class Run:
         with self.engine.recorded_kept() as kept:
             for name in self.prompts:  # their KV is in the prefix cache from here on
                 self._until_compressed(name, kept)
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.reference.model.config.head_dim)
 
     @property
     def header(self) -> dict[str, Any]:
@@ -170,10 +175,23 @@ class Run:
         found = iter(run(self.reference, walks))
         return {name: {x: next(found) for x in self.drafts} for name in selected}
 
-    def _rounds(self, name: str, kept: Kept, temperature: float) -> Rounds:
+    def packed_rounds(self, kept: Mapping[str, Kept], packing: Packing | None) -> dict[str, list[int]]:
+        """Accepted drafts of every whole round, by prompt, greedy, with the first of the draft lengths. One prompt at a
+        time: a packed context is a copy of the whole KV."""
+        found = {}
+        for name in kept:
+            rounds = self._rounds(name, kept[name], 0.0, packing)
+            (found[name],) = run(self.reference, [(rounds, rounds.whole(self.drafts[0]))])
+        return found
+
+    def packing(self, page_format: str, page_tokens: int, keep: int) -> Packing | None:
+        """What pages of the format lose of this model's KV (None: nothing); ``keep`` verified tokens stay exact."""
+        return packing(page_format, page_tokens, keep, self.reference.model.config.rope_parameters["rope_theta"])
+
+    def _rounds(self, name: str, kept: Kept, temperature: float, packing: Packing | None = None) -> Rounds:
         prompt = self.prompts[name]
         ids, full = [*prompt, *self.outputs(temperature)[name]], self._full_kv(name, temperature)
-        return Rounds(ids, len(prompt), full, kept, chooser(temperature, 1 + list(PROMPTS).index(name)))
+        return Rounds(ids, len(prompt), full, kept, chooser(temperature, 1 + list(PROMPTS).index(name)), packing)
 
     def check(self, method: Method, ratio: float, temperature: float) -> dict[str, Any]:
         """Rounds as the engine runs them beside what is predicted for rounds of as many drafts."""
