@@ -4,7 +4,7 @@ predicted rounds are those of the engine."""
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
 from time import perf_counter
@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from benchmarks.acceptance_engine import distinct_4_grams
 from benchmarks.acceptance_grid import FULL, Method
 from benchmarks.engine import LiveEngine, summaries, tokens
-from compressors import Kept
+from compressors import Compressor, Kept, MethodSpec, Scorer, Shape
 from tests.packings import Packing, packing
 from tests.reference import Choose, Past, Reference, Rounds, greedy, run
 from vericache.demo import model
@@ -43,6 +43,60 @@ class Selected:
     seconds: float
 
 
+def selected(kept: Kept, context: int, seconds: float) -> Selected:
+    return Selected(kept, len(kept.positions) / (kept.counts.numel() * context), seconds)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a scorer said of a context: ``scores``, and ``needed`` if it is dynamic."""
+
+    shape: Shape
+    scores: Tensor
+    needed: Tensor | None
+    seconds: float = 0.0
+
+    def select(self, spec: MethodSpec) -> Selected:
+        context = self.scores.shape[-1]
+        return selected(Compressor(Known(self, context, spec), spec).select(), context, self.seconds)
+
+
+class Known(Scorer):
+    name, summary, query_aware = "known", "scores of another scorer", False
+
+    def __init__(self, scored: Scored, context: int, spec: MethodSpec) -> None:
+        super().__init__(scored.shape, context, spec)
+        self.scored, self.dynamic = scored, scored.needed is not None  # type: ignore[misc]
+
+    def scores(self) -> Tensor:
+        return self.scored.scores
+
+    def needed(self) -> Tensor:
+        assert self.scored.needed is not None
+        return self.scored.needed
+
+
+@contextmanager
+def recorded_scores() -> Iterator[list[Scored]]:
+    """Of every selection; none where everything is kept, whatever the scores are."""
+    found: list[Scored] = []
+    select = Compressor.select
+
+    def recording(self: Compressor) -> Kept:
+        if self.scorer.num_tokens > self.budget:
+            scores = self.scorer.scores()
+            needed = self.scorer.needed() if self.scorer.dynamic else None
+            found.append(Scored(self.scorer.shape, scores, needed))
+            self.scorer = Known(found[-1], self.scorer.num_tokens, self.spec)  # none is asked twice
+        return select(self)
+
+    Compressor.select = recording  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Compressor.select = select  # type: ignore[method-assign]
+
+
 class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         folder = model.prepare()
@@ -54,6 +108,7 @@ class Run:
         self._ids = count()
         self._outputs: dict[float, dict[str, list[int]]] = {}
         self._full: dict[tuple[str, float | None], Past] = {}
+        self._scored: dict[tuple[Any, ...], dict[str, Scored]] = {}
         self._prefills: list[float] = []
         self.engine.configure(compressor="streaming_llm", counts="uniform", ratio=0.5)
         with self.engine.recorded_kept() as kept:
@@ -104,17 +159,23 @@ class Run:
     # -- what a method keeps ---------------------------------------------------------------------------------------
 
     def select(self, method: Method, ratio: float) -> dict[str, Selected]:
-        """Compresses every prompt in the engine, one at a time. Raises Refused."""
+        """Compresses every prompt in the engine, one at a time; with a scorer that has been there before, selects by
+        what it said then: none looks at ratio or counts. Raises Refused."""
         if method == FULL:
             return {name: self._everything(len(ids)) for name, ids in self.prompts.items()}
         self._configure(method, ratio)
+        spec = self.engine.llm.vericache_config.method
+        known = self._scored.setdefault((spec.name, spec.options, spec.sinks, spec.recent), {})
+        if known:
+            return {name: known[name].select(spec) for name in self.prompts}
         found = {}
-        with self.engine.recorded_kept() as kept, self._timed() as compressing:
-            for name, ids in self.prompts.items():
-                scoring = self._until_compressed(name, kept)
+        with self.engine.recorded_kept() as kept, self._timed() as compressing, recorded_scores() as scores:
+            for name in self.prompts:
+                seconds = self._until_compressed(name, kept) + compressing[-1]
                 (selection,) = kept.popitem()[1]
-                fraction = len(selection.positions) / (selection.counts.numel() * len(ids))
-                found[name] = Selected(selection, fraction, scoring + compressing[-1])
+                found[name] = selected(selection, len(self.prompts[name]), seconds)
+                if scores:
+                    known[name] = replace(scores.pop(), seconds=seconds)
         return found
 
     def _configure(self, method: Method, ratio: float) -> None:
