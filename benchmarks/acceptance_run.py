@@ -20,7 +20,8 @@ from benchmarks.acceptance_grid import FULL, Method
 from benchmarks.engine import LiveEngine, summaries, tokens
 from compressors import Compressor, Kept, MethodSpec, Scorer, Shape
 from tests.packings import Packing, packing
-from tests.reference import Choose, Past, Reference, Rounds, greedy, run
+from tests.reference import Choose, Past, Reference, Rounds, Row, greedy, run
+from vericache.config import VeriCacheConfig
 from vericache.demo import model
 from vericache.demo.prompts import PROMPTS, load
 from vericache.demo.run import ENGINE
@@ -165,7 +166,7 @@ class Run:
             return {name: self._everything(len(ids)) for name, ids in self.prompts.items()}
         self._configure(method, ratio)
         spec = self.engine.llm.vericache_config.method
-        known = self._scored.setdefault((spec.name, spec.options, spec.sinks, spec.recent), {})
+        known = self.scores(method)
         if known:
             return {name: known[name].select(spec) for name in self.prompts}
         found = {}
@@ -177,6 +178,11 @@ class Run:
                 if scores:
                     known[name] = replace(scores.pop(), seconds=seconds)
         return found
+
+    def scores(self, method: Method) -> dict[str, Scored]:
+        """By prompt, what the method's scorer said; empty before it was asked."""
+        spec = VeriCacheConfig(**method.arguments).method
+        return self._scored.setdefault((spec.name, spec.options, spec.sinks, spec.recent), {})
 
     def _configure(self, method: Method, ratio: float) -> None:
         try:
@@ -244,6 +250,14 @@ class Run:
             rounds = self._rounds(name, kept[name], 0.0, packing)
             (found[name],) = run(self.reference, [(rounds, rounds.whole(self.drafts[0]))])
         return found
+
+    def distribution(self, name: str, kept: Kept, packing: Packing) -> Tensor:
+        """Logarithms of the drafter's probabilities of what follows each output token: float32 ``[tokens, vocab]``, one
+        round over the whole greedy output."""
+        rounds = self._rounds(name, kept, 0.0, packing)
+        prompt, output = self.prompts[name], self.outputs(0.0)[name]
+        (logits,) = self.reference.forward([Row(output[:-1], len(prompt), rounds.pasts(len(prompt)))])
+        return logits.log_softmax(-1)
 
     def packing(self, page_format: str, page_tokens: int, keep: int) -> Packing | None:
         """What pages of the format lose of this model's KV (None: nothing); ``keep`` verified tokens stay exact."""

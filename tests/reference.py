@@ -213,7 +213,7 @@ class Rounds:
         found = self._starts[start]
         at = start + found.matches
         stop = min(at + max(PIECE, found.matches), len(self._tokens) - 1)
-        return Row(self._tokens[at:stop], at, self._pasts(start), found.own)
+        return Row(self._tokens[at:stop], at, self.pasts(start), found.own)
 
     def learn(self, start: int, row: Row, logits: Tensor) -> None:
         """What the forward over ``piece(start)`` gave."""
@@ -223,7 +223,7 @@ class Rounds:
         matches = self._starts[start].matches + right
         self._starts[start] = _Start(Past(row.keys, row.values), matches, right < len(known))
 
-    def _pasts(self, n: int) -> list[Past]:
+    def pasts(self, n: int) -> list[Past]:
         """The draft cache at a round's start: kept tokens of the context, and what is verified, exact or packed."""
         exact_from = self._packing.exact_from(self._context, n) if self._packing is not None else self._context
         return [self._kept, self._rough.part(self._context, exact_from), self._full.part(exact_from, n)]
