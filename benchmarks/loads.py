@@ -40,15 +40,25 @@ COLUMNS = (
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     ablated: list[dict[str, Any]] = []
-    full = 1
     for rho in RHOS:
-        base = Setup(Machine(MEMORY, BANDWIDTH, BANDWIDTH / rho), "auto", WEIGHTS, TOKEN)
-        full = full_rows(base, SHAPE)
-        for share in LOADS:
-            runs += measured(base, rho, max(1, round(share * full)), {name: {} for name in MODES}, args.seconds)
-        ablated += measured(base, rho, 2 * full, ABLATIONS, args.seconds)
-        print(f"rho {rho}: auto {[r['speedup'] for r in runs if r['mode'] == 'auto' and r['rho'] == rho]}", flush=True)
-    return {"machine": machine(), "full": full, "seconds": args.seconds, "runs": runs, "ablations": ablated}
+        more = at(rho, args.seconds)
+        runs, ablated = runs + more[0], ablated + more[1]
+        print(f"rho {rho}: auto {[r['speedup'] for r in more[0] if r['mode'] == 'auto']}", flush=True)
+    return {"machine": machine(), "full": full_rows(base(1), SHAPE), "seconds": args.seconds} | {
+        "runs": runs, "ablations": ablated,
+    }  # fmt: skip
+
+
+def base(rho: int) -> Setup:
+    return Setup(Machine(MEMORY, BANDWIDTH, BANDWIDTH / rho), "auto", WEIGHTS, TOKEN)
+
+
+def at(rho: int, seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All loads, and the ablations."""
+    full = full_rows(base(rho), SHAPE)
+    plain: dict[str, dict[str, str]] = {name: {} for name in MODES}
+    runs = [r for share in LOADS for r in measured(base(rho), rho, max(1, round(share * full)), plain, seconds)]
+    return runs, measured(base(rho), rho, 2 * full, ABLATIONS, seconds)
 
 
 def measured(base: Setup, rho: int, requests: int, modes: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
