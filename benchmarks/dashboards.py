@@ -6,7 +6,9 @@ with a pause in the middle, asks Prometheus for what each panel would show, and 
 
 import argparse
 import asyncio
+import math
 import re
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.prometheus import LivePrometheus, filled_in
-from benchmarks.report import RESULTS, figure, machine, save
+from benchmarks.report import RESULTS, figure, machine, save, table
 from benchmarks.server import LiveServer
 from benchmarks.soak import FLAGS, soak
 from deploy.dashboards import DASHBOARDS, Panel, expression
@@ -27,7 +29,7 @@ from vericache.demo import model, prompts
 INTERVAL = 20  # seconds that a rate looks back
 STEP = 2  # seconds between two points
 PAUSE = 45  # seconds without traffic
-COLUMNS = 3
+COLUMNS = 4
 UNITS = {"percentunit": "share", "ops": "per second", "s": "seconds", "Bps": "bytes per second", "short": ""}
 
 Series = Mapping[str, Sequence[tuple[float, float]]]  # legend -> (unix seconds, value)
@@ -68,9 +70,9 @@ def shown(prometheus: LivePrometheus, uid: str, began: float, ended: float) -> I
         series: dict[str, Sequence[tuple[float, float]]] = {}
         for legend, text in panel.queries.items():
             query = filled_in(expression(text), f"{INTERVAL}s")
-            for labels, points in prometheus.history(query, began, ended, STEP):
+            for labels, points in prometheus.history(query, began, ended, STEP):  # NaN: no traffic
                 name = re.sub(r"\{\{(\w+)\}\}", lambda found, known=labels: known[found[1]], legend)  # type: ignore[misc]
-                series[name] = [(round(at - began), value) for at, value in points]
+                series[name] = [(round(at - began), value) for at, value in points if not math.isnan(value)]
         yield series
 
 
@@ -81,7 +83,7 @@ def panels(uid: str) -> list[Panel]:
 def render(result: Mapping[str, Any], out: Path) -> None:
     found = [(p, s) for uid, series in result["panels"].items() for p, s in zip(panels(uid), series, strict=True)]
     rows = -(-len(found) // COLUMNS)
-    with figure(out / "dashboards.png", 5.2 * COLUMNS, 2.6 * rows) as (fig, whole):
+    with figure(out / "dashboards.png", 4.6 * COLUMNS, 2.4 * rows) as (fig, whole):
         whole.remove()
         for i, (panel, series) in enumerate(found):
             draw(fig.add_subplot(rows, COLUMNS, i + 1), panel, series)
@@ -89,16 +91,28 @@ def render(result: Mapping[str, Any], out: Path) -> None:
             f"{result['requests']} requests, {result['concurrency']} at a time, with a pause; seconds; "
             f"{result['model']} on {result['machine']}, {result['date']}", fontsize=11,
         )  # fmt: skip
-    empty = [panel.title for panel, series in found if not any(series.values())]
+    figures = {panel.title: {name: summary(points) for name, points in each.items()} for panel, each in found}
+    silent = [title for title, each in figures.items() if not any(each.values())]
     lines = [
         "# Dashboards", "",
         f"`python -m benchmarks.dashboards`, {result['date']}, {result['machine']}: what the panels of both Grafana",
         f"dashboards show of {result['requests']} mixed requests to {result['model']} on a CPU, from a Prometheus that",
-        "scraped the server. Drawn with matplotlib, not a screenshot of Grafana. Gaps are \"No traffic\".", "",
+        "scraped the server. Drawn with matplotlib, not a screenshot of Grafana. A gap is \"No traffic\".", "",
         "![Every panel of both dashboards](dashboards.png)", "",
-        f"Panels without data: {', '.join(empty) or 'none'}.",
+        *table(
+            ["panel", "series", "min", "median", "max"],
+            [[t, n, *(f"{v:.3g}" for v in f)] for t, each in figures.items() for n, f in each.items() if f and any(f)],
+            left=2,
+        ), "",
+        f"Series that were 0 all the time are left out. Panels without data: {', '.join(silent) or 'none'}.",
     ]  # fmt: skip
-    save(out, "dashboards", result, "\n".join(lines))
+    save(out, "dashboards", {**result, "panels": figures}, "\n".join(lines))
+
+
+def summary(points: Sequence[tuple[float, float]]) -> list[float]:
+    """Min, median and max; empty without data."""
+    values = [value for _, value in points]
+    return [min(values), statistics.median(values), max(values)] if values else []
 
 
 def draw(axes: Any, panel: Panel, series: Series) -> None:
@@ -116,7 +130,7 @@ def draw(axes: Any, panel: Panel, series: Series) -> None:
     axes.set_ylabel(UNITS[panel.unit], fontsize=8)
     axes.set_ylim(bottom=0, top=panel.most)
     axes.tick_params(labelsize=8)
-    if axes.get_lines():
+    if any(not name.startswith("_") for name in axes.get_legend_handles_labels()[1]):
         axes.legend(fontsize=7, loc="upper right")
 
 

@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +59,11 @@ class LivePrometheus:
         """Labels and value of each series, now; none while Prometheus starts."""
         try:
             found = self.ask("query", query=expression)["result"]
-        except ConnectionError:
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                raise
+            return []
+        except urllib.error.URLError:
             return []
         return [(each["metric"], float(each["value"][1])) for each in found]
 

@@ -264,7 +264,7 @@ def test_gpus_and_their_nodes() -> None:
 
 def test_the_pod_lives_longer_than_the_drain() -> None:
     """vLLM #43208: preStop and --shutdown-timeout both count against the pod's grace period."""
-    for seconds in (0, 30, 3600):
+    for seconds in (0, 30, 3600, 1_000_000):  # Helm would write 1e+06
         objects = rendered({"server": {"shutdownTimeoutSeconds": seconds}})
         grace = one(objects, "Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
         assert grace == 5 + seconds + 30

@@ -144,13 +144,18 @@ The schema has checked names, types and ranges before.
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $flags := dict "--model" "server.model" "--revision" "server.revision" "--served-model-name" "server.servedModelName" "--max-model-len" "server.maxModelLen" "--max-num-seqs" "server.maxNumSeqs" "--dtype" "server.dtype" "--tensor-parallel-size" "server.tensorParallelSize" "-tp" "server.tensorParallelSize" "--gpu-memory-utilization" "server.gpuMemoryUtilization" "--kv-cache-memory-bytes" "server.kvCacheMemoryGib" "--shutdown-timeout" "server.shutdownTimeoutSeconds" "--api-key" "server.apiKeySecret" "--hf-token" "server.hubTokenSecret" "--port" "service.port (the container's is 8000)" "--host" "nothing (it listens on all addresses)" "--config" "the values themselves" -}}
+{{- $flags := dict "--model" "server.model" "--revision" "server.revision" "--served-model-name" "server.servedModelName" "--max-model-len" "server.maxModelLen" "--max-num-seqs" "server.maxNumSeqs" "--dtype" "server.dtype" "--tensor-parallel-size" "server.tensorParallelSize" "-tp" "server.tensorParallelSize" "--gpu-memory-utilization" "server.gpuMemoryUtilization" "--device-memory-utilization" "server.gpuMemoryUtilization" "--kv-cache-memory-bytes" "server.kvCacheMemoryGib" "--shutdown-timeout" "server.shutdownTimeoutSeconds" "--api-key" "server.apiKeySecret" "--hf-token" "server.hubTokenSecret" "--port" "service.port (the container's is 8000)" "--host" "nothing (it listens on all addresses)" "--config" "the values themselves" -}}
 {{- range .Values.server.extraArgs -}}
 {{- $flag := first (splitList "=" .) | replace "_" "-" -}}
 {{- if hasPrefix "--vericache-" $flag -}}
 {{- fail (printf "server.extraArgs has %s; set vericache.%s instead" . (trimPrefix "--vericache-" $flag | replace "-" "_")) -}}
-{{- else if hasKey $flags $flag -}}
-{{- fail (printf "server.extraArgs has %s, which the chart passes itself; set %s instead" . (get $flags $flag)) -}}
+{{- end -}}
+{{- $argument := . -}}
+{{- range $known, $instead := $flags -}}
+{{- /* argparse takes a flag's first letters for the flag. */ -}}
+{{- if and (hasPrefix "-" $flag) (or (eq $known $flag) (and (hasPrefix "--" $flag) (gt (len $flag) 2) (hasPrefix $flag $known))) -}}
+{{- fail (printf "server.extraArgs has %s, which the chart passes itself; set %s instead" $argument $instead) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $taken := include "vericache.environment" . | fromYamlArray -}}

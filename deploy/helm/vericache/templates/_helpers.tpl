@@ -14,8 +14,8 @@
 {{- end }}
 
 {{- define "vericache.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "vericache.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "vericache.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "vericache.labels" -}}
@@ -29,8 +29,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "vericache.metadata" -}}
-name: {{ include "vericache.fullname" . }}
-namespace: {{ .Release.Namespace }}
+name: {{ include "vericache.fullname" . | quote }}
+namespace: {{ .Release.Namespace | quote }}
 labels:
   {{- include "vericache.labels" . | nindent 2 }}
 {{- end }}
@@ -56,7 +56,7 @@ labels:
 {{/* Seconds from the pod's end being asked for to SIGKILL. */}}
 {{- define "vericache.gracePeriod" -}}
 {{- $needed := add .Values.preStopSleepSeconds .Values.server.shutdownTimeoutSeconds -}}
-{{- default (add $needed 30) .Values.terminationGracePeriodSeconds -}}
+{{- default (add $needed 30) .Values.terminationGracePeriodSeconds | int64 -}}
 {{- end }}
 
 {{/* The name that clients use and that metrics carry (vLLM: the first of the served names). */}}

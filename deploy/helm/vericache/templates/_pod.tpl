@@ -5,8 +5,8 @@
 - --port=8000
 - --vericache-config=/etc/vericache/vericache.yaml
 - --dtype={{ .dtype }}
-- --tensor-parallel-size={{ .tensorParallelSize }}
-- --shutdown-timeout={{ .shutdownTimeoutSeconds }}
+- --tensor-parallel-size={{ .tensorParallelSize | int64 }}
+- --shutdown-timeout={{ .shutdownTimeoutSeconds | int64 }}
 {{- if eq $.Values.device "cuda" }}
 - --gpu-memory-utilization={{ .gpuMemoryUtilization }}
 {{- end }}
@@ -36,7 +36,7 @@
 - name: HOME
   value: /cache
 - name: HF_HOME
-  value: {{ ternary .Values.persistence.mountPath "/cache/huggingface" .Values.persistence.enabled }}
+  value: {{ ternary .Values.persistence.mountPath "/cache/huggingface" .Values.persistence.enabled | quote }}
 - name: VLLM_LOGGING_LEVEL
   value: {{ .Values.server.logLevel }}
 - name: VLLM_NO_USAGE_STATS
@@ -46,8 +46,8 @@
 - name: VLLM_API_KEY
   valueFrom:
     secretKeyRef:
-      name: {{ .name }}
-      key: {{ .key }}
+      name: {{ .name | quote }}
+      key: {{ .key | quote }}
 {{- end }}
 {{- end }}
 {{- with .Values.server.hubTokenSecret }}
@@ -55,8 +55,8 @@
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ .name }}
-      key: {{ .key }}
+      name: {{ .name | quote }}
+      key: {{ .key | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -73,7 +73,7 @@
 {{/* A probe's values are Kubernetes' own fields, but for the path: whatever is set reaches the pod. */}}
 {{- define "vericache.probe" -}}
 httpGet:
-  path: {{ .path }}
+  path: {{ .path | quote }}
   port: http
 {{- range $field, $value := omit . "path" }}
 {{- if not (kindIs "invalid" $value) }}
@@ -85,7 +85,7 @@ httpGet:
 {{- define "vericache.volumes" -}}
 - name: settings
   configMap:
-    name: {{ include "vericache.fullname" . }}
+    name: {{ include "vericache.fullname" . | quote }}
 - name: cache
   emptyDir: {}
 - name: tmp
@@ -99,7 +99,7 @@ httpGet:
 {{- if .Values.persistence.enabled }}
 - name: models
   persistentVolumeClaim:
-    claimName: {{ include "vericache.claimName" . }}
+    claimName: {{ include "vericache.claimName" . | quote }}
     {{- if eq .Values.persistence.accessMode "ReadOnlyMany" }}
     readOnly: true
     {{- end }}
@@ -123,7 +123,7 @@ httpGet:
 {{- end }}
 {{- if .Values.persistence.enabled }}
 - name: models
-  mountPath: {{ .Values.persistence.mountPath }}
+  mountPath: {{ .Values.persistence.mountPath | quote }}
   {{- if eq .Values.persistence.accessMode "ReadOnlyMany" }}
   readOnly: true
   {{- end }}
