@@ -95,11 +95,14 @@ def elastic(machine: Machine, work: Workload, ratio: float, drafts: int, arena: 
     rounds = Rounds(drafts, work.acceptance.gained(ratio, drafts))
     pace = Pace(load.weights / machine.bandwidth, 1 / machine.bandwidth, 1 / machine.link)
     best: Prediction | None = None
-    for drafting in range(int(arena * room / load.kept) + 1):
+    most, alone = work.rows(int(room / load.kept)), int((1 - arena) * room / load.full)
+    # While all fit as plain rows, nobody drafts.
+    for drafting in range(1 + (min(most, int(arena * room / load.kept)) if alone < most else 0)):
         contexts = 1 + math.ceil(drafting / drafts) if drafting else 0
         plain = int(((1 - arena) * room - contexts * load.full) / load.full)
         if plain < 0:
             break
+        plain = min(plain, most - drafting)
         read, moved = drafting * (load.kept + load.full / drafts), drafting * load.full / drafts
         mix = Mix(plain, plain * load.full, drafting * rounds.gained / (drafts + 1), read, moved)
         rate, gpu = mix.rate(pace), (load.weights + plain * load.full + read) / machine.bandwidth

@@ -17,7 +17,7 @@ MEANING = {
     "R": "plain row", "D": "draft", "L": "draft, KV is loaded", "l": "KV is loaded", "V": "verify",
     "C": "leaves the device", ".": "waits",
 }  # fmt: skip
-STYLES = {"plain": "k-", "staggered": "C1-", "lockstep": "C3:", "auto": "C0-"}
+STYLES = {"plain": "k-", "staggered": "C1-", "always draft": "C1-", "lockstep": "C3:", "auto": "C0-"}
 
 
 def show(runs: Sequence[dict[str, Any]], console: Console) -> None:
