@@ -14,7 +14,7 @@ from compressors import Kept
 from compressors.budget import allocate, forced_mask
 from compressors.poisson import sample
 from compressors.select import top_positions
-from vericache.certified.attention import Outcome, Policy, Sampled, certified_attention, padded
+from vericache.certified.attention import Fetch, Outcome, Policy, Sampled, certified_attention, padded
 from vericache.certified.certificate import Target
 from vericache.certified.estimator import estimate, shrinkage
 from vericache.certified.sketch import KeySketch, sketch_keys
@@ -62,6 +62,11 @@ def sampled(kept: Kept, keys: Tensor, values: Tensor, sketch: KeySketch) -> Samp
     places = padded(kept.counts.flatten(), kept.positions, keys.shape[1])
     at = places.clamp(max=keys.shape[1] - 1)[..., None].expand(-1, -1, keys.shape[2])
     return Sampled(sketch, kept.inclusion.flatten(0, 1).double(), places, keys.gather(1, at), values.gather(1, at))
+
+
+def cache_of(keys: Tensor, values: Tensor) -> Fetch:
+    """The full cache ``[R, n, D]``, to fetch from."""
+    return lambda head, at: (keys[head, at], values[head, at])
 
 
 def steps(prompt: Recorded, count: int) -> Iterator[tuple[int, Tensor, tuple[Tensor, Tensor]]]:
@@ -140,9 +145,7 @@ def decisions(
         for step, query, tail in steps(prompt, count):
             kept = kept_of(prompt.context.scores, ratio, "poisson", seed=step)
             part = sampled(kept, keys, values, held)
-            outcome = certified_attention(
-                query, part, tail, query.shape[-1] ** -0.5, policy, lambda h, at: (keys[h, at], values[h, at])
-            )
+            outcome = certified_attention(query, part, tail, query.shape[-1] ** -0.5, policy, cache_of(keys, values))
             tally.add(outcome, eps, Dense.of(query, keys, values, tail), n)
     assert tally is not None
     return tally.row()

@@ -64,12 +64,7 @@ class Outcome:
 
 
 def certified_attention(
-    query: Tensor,
-    sampled: Sampled,
-    tail: tuple[Tensor, Tensor],
-    scale: float,
-    policy: Policy,
-    fetch: Fetch | None,
+    query: Tensor, sampled: Sampled, tail: tuple[Tensor, Tensor], scale: float, policy: Policy, fetch: Fetch | None
 ) -> Outcome:
     """Softmax attention over a sampled context and the exact tokens behind it, with ``|D^ - D| <= eps D`` for each
     query with probability 1 - delta (VerKV, Eq. 5 and 7, KVFetch).

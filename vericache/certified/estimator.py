@@ -90,7 +90,7 @@ def _fixed_point(w: Tensor, r: Tensor, light: Tensor, heavy: Tensor) -> Tensor:
 
 
 def _near(w: Tensor, r: Tensor, odds: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """A start for Newton's method between ``low`` and ``high``, mostly on the root's segment: false position (Illinois).
+    """A start for Newton's method between ``low`` and ``high``, mostly on the root's segment: false position.
 
     Its steps need no segment: ``sum w (1 - lambda) = sum w - sum clip(beta odds, r w, w)``, and clipping takes a
     fraction of the time of the comparisons that tell segments apart. The difference of sums is rounded, so that the
