@@ -13,6 +13,7 @@ from compressors import METHODS, CachedTokens, Compressor, MethodSpec, Shape, cr
 from tests.reference import Past, Reference, Row
 from vericache.demo import model
 
+STEPS = 10
 CHUNK = 512  # context tokens that a scoring row repeats: a row's logits are in memory at once
 
 
@@ -123,16 +124,16 @@ def _observing(compressor: Compressor, index: int, past: Past) -> Callable[..., 
     return see
 
 
-def recorded(folder: Path, names: Sequence[str], steps: int, loaded: Callable[[], Model]) -> dict[str, Recorded]:
-    """Of the bundled prompts, from ``folder`` where they are there."""
+def recorded(folder: Path, names: Sequence[str], loaded: Callable[[], Model]) -> dict[str, Recorded]:
+    """Of the bundled prompts, ``STEPS`` steps each, from ``folder`` where they are there."""
     from vericache.demo.prompts import load
 
     found = {}
     for name in names:
-        file = folder / f"{name}-{steps}.pt"
+        file = folder / f"{name}.pt"
         if not file.exists():
             folder.mkdir(parents=True, exist_ok=True)
             (tokens,) = load([name], loaded().tokenizer).values()
-            torch.save(loaded().record(tokens, steps), file)
+            torch.save(loaded().record(tokens, STEPS), file)
         found[name] = torch.load(file, weights_only=False)
     return found

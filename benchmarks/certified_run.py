@@ -82,33 +82,35 @@ class Tally:
     """Decisions of one kind."""
 
     def __init__(self, layers: int) -> None:
-        self._failed, self._layers = torch.zeros(layers), layers
+        self._layers = layers
+        self._failed: list[Tensor] = []
         self._lists: dict[str, list[float]] = defaultdict(list)
 
-    def add(self, outcome: Outcome, eps: float, exact: "Dense", context: int) -> None:
+    def estimated(self, outcome: Outcome, eps: float, exact: "Dense") -> None:
+        """One draw of one step."""
         off = (outcome.log_total - exact.log_total).expm1().abs() > eps
-        self._failed += off.view(self._layers, -1).float().mean(1)
+        self._failed.append(off.view(self._layers, -1).double())
+        self._lists["output"].append(exact.error(outcome.output).mean().item())
+
+    def decided(self, outcome: Outcome, context: int) -> None:
+        """One step: what its first draw had to fetch."""
         fetched = outcome.fetched.double() / context
         for name, values in (
-            ("failed", off),
             ("fetching", fetched > 0),
             ("fetched", fetched),
             ("fallback", outcome.fallback),
-            ("output", exact.error(outcome.output)),
             ("certificate", outcome.error),
         ):
             self._lists[name].append(values.double().mean().item())
-        self._lists["queries"].append(off.numel())
-        self._lists["decisions"].append(outcome.fetched.numel())
 
     def row(self) -> dict[str, float]:
+        failed = torch.stack(self._failed)  # [draws of all steps, L, H * G]
         fetching, fetched = mean(self._lists["fetching"]), mean(self._lists["fetched"])
-        found = {name: mean(self._lists[name]) for name in ("failed", "fallback", "output", "certificate")}
         return {
-            "queries": sum(self._lists["queries"]),
-            "decisions": sum(self._lists["decisions"]),
-            **found,
-            "worst_layer": (self._failed / len(self._lists["failed"])).max().item(),
+            "decisions": failed.numel(),
+            "failed": failed.mean().item(),
+            "worst_layer": failed.mean((0, 2)).max().item(),
+            **{name: mean(self._lists[name]) for name in ("output", "certificate", "fallback")},
             "fetching": fetching,
             "fetched": fetched,
             "fetched_when_fetching": fetched / fetching if fetching else 0.0,
@@ -132,23 +134,42 @@ class Dense:
 
 
 def decisions(
-    prompts: Mapping[str, Recorded], ratio: float, sketch: str, z: float, eps: float, count: int
+    prompts: Mapping[str, Recorded], ratio: float, sketch: str, z: float, eps: float, count: int, draws: int
 ) -> dict[str, float]:
-    """One sample per step, so that decisions of different steps are independent."""
+    """``count`` steps of each prompt, each with ``draws`` independent samples. What becomes certain does not depend on
+    the sample, so it is found once."""
     policy = Policy(Target(eps, DELTA), z=z)
     tally: Tally | None = None
     for prompt in prompts.values():
         keys, values = flat(prompt.context)
         layers, _, n = prompt.context.shape
-        held = sketched(keys, sketch)
+        held, scale = sketched(keys, sketch), keys.shape[-1] ** -0.5
         tally = tally or Tally(layers)
         for step, query, tail in steps(prompt, count):
-            kept = kept_of(prompt.context.scores, ratio, "poisson", seed=step)
-            part = sampled(kept, keys, values, held)
-            outcome = certified_attention(query, part, tail, query.shape[-1] ** -0.5, policy, cache_of(keys, values))
-            tally.add(outcome, eps, Dense.of(query, keys, values, tail), n)
+            exact = Dense.of(query, keys, values, tail)
+            for draw in range(draws):
+                kept = kept_of(prompt.context.scores, ratio, "poisson", seed=1000 * step + draw)
+                if draw == 0:
+                    part = sampled(kept, keys, values, held)
+                    outcome = certified_attention(query, part, tail, scale, policy, cache_of(keys, values))
+                    certain = outcome.certain[:, :n]
+                    tally.decided(outcome, n)
+                else:
+                    part = sampled(completed(kept, certain), keys, values, held)
+                    outcome = certified_attention(query, part, tail, scale, policy, None)
+                tally.estimated(outcome, eps, exact)
     assert tally is not None
     return tally.row()
+
+
+def completed(kept: Kept, certain: Tensor) -> Kept:
+    """With tokens ``certain`` bool ``[L * H, n]`` fetched."""
+    assert kept.inclusion is not None
+    resident = torch.zeros(len(certain), certain.shape[1] + 1, dtype=torch.bool)
+    resident.scatter_(1, padded(kept.counts.flatten(), kept.positions, certain.shape[1]), True)
+    resident = resident[:, :-1] | certain
+    inclusion = kept.inclusion.masked_fill(certain.view_as(kept.inclusion), 1.0)
+    return Kept(resident.sum(-1).view_as(kept.counts), resident.nonzero()[:, 1], inclusion)
 
 
 def budget_errors(prompts: Mapping[str, Recorded], ratio: float, count: int, draws: int) -> dict[str, Any]:

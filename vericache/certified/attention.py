@@ -54,13 +54,15 @@ def padded(counts: Tensor, kept: Tensor, tokens: int) -> Tensor:
 class Outcome:
     """``output`` float32 ``[H, G, D]``. Of each query, float64 ``[H, G]``: ``error``, the certificate that holds for
     it; ``log_total``, the logarithm of the estimated D. Of each KV head ``[H]``: ``fetched`` int64, tokens that came
-    from the full cache; ``fallback`` bool, all tokens did."""
+    from the full cache; ``fallback`` bool, all tokens did. ``certain`` bool ``[H, n + t]``: tokens that entered with
+    their own weight, whatever the draws had been."""
 
     output: Tensor
     error: Tensor
     log_total: Tensor
     fetched: Tensor
     fallback: Tensor
+    certain: Tensor
 
 
 def certified_attention(
@@ -98,7 +100,7 @@ def certified_attention(
             weights, error = known.certificate(policy)
     total, mixed = known.estimate(weights)
     output = (mixed / total[..., None]).float()
-    return Outcome(output, error, total.log() + weights.shift[..., 0], known.fetched, fallback)
+    return Outcome(output, error, total.log() + weights.shift[..., 0], known.fetched, fallback, known.inclusion == 1)
 
 
 class _Known:
