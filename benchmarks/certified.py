@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--records", type=Path, default=Path("out/certified"))
     parser.add_argument("--prompts", nargs="+", default=["find_needle", "continue_code", "summarise", "extract_json"])
     parser.add_argument("--steps", type=int, default=5, help="decoding steps of each prompt")
+    parser.add_argument("--every", type=int, default=1, help="of so many layers one")
     parser.add_argument("--draws", type=int, default=8, help="samples of each step")
     parser.add_argument("--compression", type=int, default=16, help="decisions, quality: context over what is kept")
     parser.add_argument("--sketches", nargs="+", type=int, default=range(len(SKETCHES)), help="decisions: which")
@@ -57,22 +58,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _decisions(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
-    prompts = recorded(args.records, args.prompts, model)
+    prompts = recorded(args.records, args.prompts, args.every, model)
     rows = result.setdefault("decisions", {})
     for sketch, z in (SKETCHES[i] for i in args.sketches):
         for eps in args.epsilons:
             row = decisions(prompts, 1 / args.compression, sketch, z, eps, args.steps, args.draws)
             key = f"{sketch} {z:g} {eps:g}"
-            about = {"sketch": sketch, "z": z, "eps": eps, "compression": args.compression, "prompts": list(prompts)}
+            about = {"sketch": sketch, "z": z, "eps": eps, "compression": args.compression}
+            about |= {"prompts": list(prompts), "layers": len(next(iter(prompts.values())).context.scores)}
             rows[key] = about | row
             print(key, row, flush=True)
             render(result, args.out)
 
 
 def _budget(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
-    prompts = recorded(args.records, args.prompts, model)
+    prompts = recorded(args.records, args.prompts, args.every, model)
     result["budget"] = {
-        str(n): {"prompts": list(prompts), "methods": budget_errors(prompts, 1 / n, args.steps, 2)} for n in BUDGETS
+        str(n): {"prompts": list(prompts), "every": args.every, "methods": budget_errors(prompts, 1 / n, args.steps, 2)}
+        for n in BUDGETS
     }
 
 
@@ -92,7 +95,7 @@ def render(result: dict[str, Any], out: Path) -> None:
         "# Certified decode",
         "",
         f"`python -m benchmarks.certified`, {result['date']}, {result['machine']}.",
-        "SmolLM2-135M-Instruct in float32, KVzip's scores, the same number of tokens in every head, all 30 layers;",
+        "SmolLM2-135M-Instruct in float32, KVzip's scores, the same number of tokens in every head;",
         f"delta = {result['delta']}. What it means: [docs/certified.md](../certified.md).",
         "",
     ]
@@ -129,10 +132,11 @@ def _decision_lines(rows: dict[str, Any]) -> list[str]:
         for r in ordered
     ]  # fmt: skip
     return [
-        f"{some['compression']}x; prompts {', '.join(some['prompts'])}.",
-        "Failed: a query's denominator is off by more than epsilon, of all queries and samples. Fetching, and all tokens",
-        "(more than half was needed): of (step, layer, KV head). Fetched: share of the context per KV head, the union",
-        "over its 3 queries.",
+        f"{some['compression']}x; prompts {', '.join(some['prompts'])}; {some['layers']} of 30 layers;",
+        f"{some['queries']:,} queries, {some['decisions'] // some['queries']} samples each.",
+        "Failed: a query's denominator is off by more than epsilon, of all queries and samples. Fetching, and all",
+        "tokens (more than half was needed): of (step, layer, KV head). Fetched: share of the context per KV head, the",
+        "union over its 3 queries. Output error: of the attention's output, mean.",
         "",
         *table(header, found),
     ]

@@ -124,8 +124,17 @@ def _observing(compressor: Compressor, index: int, past: Past) -> Callable[..., 
     return see
 
 
-def recorded(folder: Path, names: Sequence[str], loaded: Callable[[], Model]) -> dict[str, Recorded]:
-    """Of the bundled prompts, ``STEPS`` steps each, from ``folder`` where they are there."""
+def thinned(prompt: Recorded, every: int) -> Recorded:
+    """Layers every - 1, 2 every - 1, ..."""
+    layers, past = slice(every - 1, None, every), prompt.context.past
+    kept = Past(past.keys[layers], past.values[layers])
+    context = Context(prompt.context.tokens, kept, prompt.context.scores[layers])
+    return Recorded(context, prompt.queries[:, layers], prompt.keys[layers], prompt.values[layers])
+
+
+def recorded(folder: Path, names: Sequence[str], every: int, loaded: Callable[[], Model]) -> dict[str, Recorded]:
+    """Of the bundled prompts, ``STEPS`` steps each, from ``folder`` where they are there; of ``every`` so many layers
+    one."""
     from vericache.demo.prompts import load
 
     found = {}
@@ -135,5 +144,5 @@ def recorded(folder: Path, names: Sequence[str], loaded: Callable[[], Model]) ->
             folder.mkdir(parents=True, exist_ok=True)
             (tokens,) = load([name], loaded().tokenizer).values()
             torch.save(loaded().record(tokens, STEPS), file)
-        found[name] = torch.load(file, weights_only=False)
+        found[name] = thinned(torch.load(file, weights_only=False), every)
     return found

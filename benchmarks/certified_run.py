@@ -15,7 +15,7 @@ from compressors.budget import allocate, forced_mask
 from compressors.poisson import sample
 from compressors.select import top_positions
 from vericache.certified.attention import Fetch, Outcome, Policy, Sampled, certified_attention, padded
-from vericache.certified.certificate import Target
+from vericache.certified.certificate import Target, Weights
 from vericache.certified.estimator import estimate, shrinkage
 from vericache.certified.sketch import KeySketch, sketch_keys
 
@@ -86,27 +86,24 @@ class Tally:
         self._failed: list[Tensor] = []
         self._lists: dict[str, list[float]] = defaultdict(list)
 
-    def estimated(self, outcome: Outcome, eps: float, exact: "Dense") -> None:
-        """One draw of one step."""
-        off = (outcome.log_total - exact.log_total).expm1().abs() > eps
-        self._failed.append(off.view(self._layers, -1).double())
-        self._lists["output"].append(exact.error(outcome.output).mean().item())
-
-    def decided(self, outcome: Outcome, context: int) -> None:
-        """One step: what its first draw had to fetch."""
+    def add(self, outcome: Outcome, failed: Tensor, exact: "Dense", context: int) -> None:
+        """One step: its decision, and bool ``[draws, R, G]``."""
+        self._failed.append(failed.view(len(failed), self._layers, -1).double())
         fetched = outcome.fetched.double() / context
         for name, values in (
             ("fetching", fetched > 0),
             ("fetched", fetched),
             ("fallback", outcome.fallback),
             ("certificate", outcome.error),
+            ("output", exact.error(outcome.output)),
         ):
             self._lists[name].append(values.double().mean().item())
 
     def row(self) -> dict[str, float]:
-        failed = torch.stack(self._failed)  # [draws of all steps, L, H * G]
+        failed = torch.cat(self._failed)  # [draws of all steps, L, H * G]
         fetching, fetched = mean(self._lists["fetching"]), mean(self._lists["fetched"])
         return {
+            "queries": failed[0].numel() * len(self._failed),
             "decisions": failed.numel(),
             "failed": failed.mean().item(),
             "worst_layer": failed.mean((0, 2)).max().item(),
@@ -119,15 +116,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class Dense:
-    """Exact attention: ``output [R, G, D]``, ``log_total`` float64 ``[R, G]``."""
+    """Exact attention: ``logits [R, G, n + t]``, ``output [R, G, D]``, ``log_total`` float64 ``[R, G]``."""
 
+    logits: Tensor
     output: Tensor
     log_total: Tensor
 
     @classmethod
     def of(cls, query: Tensor, keys: Tensor, values: Tensor, tail: tuple[Tensor, Tensor]) -> "Dense":
         logits = query.float() @ torch.cat([keys, tail[0]], 1).mT * query.shape[-1] ** -0.5
-        return cls(logits.softmax(-1) @ torch.cat([values, tail[1]], 1), logits.double().logsumexp(-1))
+        return cls(logits, logits.softmax(-1) @ torch.cat([values, tail[1]], 1), logits.double().logsumexp(-1))
 
     def error(self, output: Tensor) -> Tensor:
         return (output - self.output).norm(dim=-1) / self.output.norm(dim=-1)
@@ -136,8 +134,8 @@ class Dense:
 def decisions(
     prompts: Mapping[str, Recorded], ratio: float, sketch: str, z: float, eps: float, count: int, draws: int
 ) -> dict[str, float]:
-    """``count`` steps of each prompt, each with ``draws`` independent samples. What becomes certain does not depend on
-    the sample, so it is found once."""
+    """``count`` steps of each prompt, each estimated from ``draws`` independent samples: what becomes certain does not
+    depend on the sample, so it is found once."""
     policy = Policy(Target(eps, DELTA), z=z)
     tally: Tally | None = None
     for prompt in prompts.values():
@@ -147,29 +145,29 @@ def decisions(
         tally = tally or Tally(layers)
         for step, query, tail in steps(prompt, count):
             exact = Dense.of(query, keys, values, tail)
-            for draw in range(draws):
-                kept = kept_of(prompt.context.scores, ratio, "poisson", seed=1000 * step + draw)
-                if draw == 0:
-                    part = sampled(kept, keys, values, held)
-                    outcome = certified_attention(query, part, tail, scale, policy, cache_of(keys, values))
-                    certain = outcome.certain[:, :n]
-                    tally.decided(outcome, n)
-                else:
-                    part = sampled(completed(kept, certain), keys, values, held)
-                    outcome = certified_attention(query, part, tail, scale, policy, None)
-                tally.estimated(outcome, eps, exact)
+            part = sampled(kept_of(prompt.context.scores, ratio, "poisson", seed=step), keys, values, held)
+            outcome = certified_attention(query, part, tail, scale, policy, cache_of(keys, values))
+            totals = estimates(outcome, part, exact, query, scale, z, draws, seed=step)
+            tally.add(outcome, (totals - exact.log_total).expm1().abs() > eps, exact, n)
     assert tally is not None
     return tally.row()
 
 
-def completed(kept: Kept, certain: Tensor) -> Kept:
-    """With tokens ``certain`` bool ``[L * H, n]`` fetched."""
-    assert kept.inclusion is not None
-    resident = torch.zeros(len(certain), certain.shape[1] + 1, dtype=torch.bool)
-    resident.scatter_(1, padded(kept.counts.flatten(), kept.positions, certain.shape[1]), True)
-    resident = resident[:, :-1] | certain
-    inclusion = kept.inclusion.masked_fill(certain.view_as(kept.inclusion), 1.0)
-    return Kept(resident.sum(-1).view_as(kept.counts), resident.nonzero()[:, 1], inclusion)
+def estimates(
+    outcome: Outcome, part: Sampled, exact: "Dense", query: Tensor, scale: float, z: float, draws: int, seed: int
+) -> Tensor:
+    """log D^, float64 ``[draws, R, G]``: the first draw is ``outcome``'s, the others are of samples drawn anew behind
+    the same decision."""
+    behind = exact.logits.shape[-1] - part.inclusion.shape[-1]
+    r = torch.nn.functional.pad(part.inclusion, (0, behind), value=1.0).masked_fill(outcome.certain, 1.0)
+    rough, sigma = (torch.nn.functional.pad(x, (0, behind)) for x in part.sketch.logits(query, scale))
+    weights = Weights.of(torch.where(r[:, None] < 1, rough, exact.logits), r[:, None], sigma, z)
+    shares = shrinkage(weights.upper, r[:, None]).multipliers / r[:, None] * weights.exact(exact.logits)
+    rng, found = torch.Generator().manual_seed(seed), [outcome.log_total]
+    for _ in range(draws - 1):
+        drawn = torch.rand(r.shape, generator=rng) < r
+        found.append((shares * drawn[:, None]).sum(-1).log() + weights.shift[..., 0])
+    return torch.stack(found)
 
 
 def budget_errors(prompts: Mapping[str, Recorded], ratio: float, count: int, draws: int) -> dict[str, Any]:
