@@ -1,26 +1,36 @@
 """How many drafts survive for how many bytes? ``python -m benchmarks.acceptance_bytes``: accepted drafts per round over
 the compressed size, one line per method and page format, on the bundled prompts and model (greedy, float32). Writes
-JSON, a table and a plot into docs/results/.
+JSON, a table and a plot into docs/results/ after every point.
 
-Only full rounds count, and the pooled figure leaves out outputs that loop. Sizes are
-fractions of the full KV in bfloat16, tables and counts included; the uncompressed tail is counted apart.
+The engine says what a method keeps; rounds are predicted from that and from what each format loses (tests hold the
+engine to ``tests.reference`` and ``tests.packings``). Only full rounds count, and the pooled figure leaves out outputs
+that loop. Sizes are fractions of the full KV in bfloat16, tables and counts included; the uncompressed tail is counted
+apart.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.acceptance_engine import Measured, measure, pooled
+from benchmarks.acceptance_engine import LOOPS_BELOW
+from benchmarks.acceptance_grid import Method
 from benchmarks.report import RESULTS, figure, machine, save, table
+from compressors import Kept
+from vericache.demo.prompts import PROMPTS
 from vericache.demo.worker import ENVIRONMENT
+from vericache.draft.arena import pages_per_head
 from vericache.draft.formats import FORMATS, page_format
+
+if TYPE_CHECKING:
+    from benchmarks.acceptance_run import Run
 
 NAME = "acceptance-bytes"
 RECENT, PAGE = 32, 32
@@ -29,42 +39,37 @@ SIMULATED = {name for name in FORMATS if page_format(name, PAGE, 64, torch.float
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--methods", nargs="+", default=["kvzip:per_head", "kvzip:uniform"], metavar="COMPRESSOR:COUNTS"
-    )
+    methods = [Method("kvzip", "per_head"), Method("kvzip", "uniform")]
+    parser.add_argument("--methods", nargs="+", type=Method.parse, default=methods, metavar="COMPRESSOR:COUNTS")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5])
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.1])
     parser.add_argument("--draft-length", type=int, default=25)
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--add", action="store_true", help="keep the points that are in --out, and leave them out here")
     args = parser.parse_args(argv)
+    args.prompts, args.drafts = list(PROMPTS), [args.draft_length]
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
     torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment
-    from benchmarks.engine import LiveEngine  # imports vLLM, which reads the environment
-    from vericache.demo import model
-    from vericache.demo.prompts import PROMPTS, load
-    from vericache.demo.run import ENGINE
+    from benchmarks.acceptance_run import Run  # imports vLLM, which reads the environment
 
     console, lines = Console(), known(args)
-    arguments = {**ENGINE, "kv_cache_memory_bytes": 6 << 30, "enable_prefix_caching": True}
-    for name in args.formats:
-        settings = {"min_prompt_tokens": 512, "page_format": name, "page_tokens": PAGE, "recent": RECENT}
-        engine = LiveEngine(model.prepare(), arguments, settings)
-        prompts = load(list(PROMPTS), engine.tokenizer)
-        for method in args.methods:
-            compressor, _, counts = method.partition(":")
-            for ratio in args.ratios:
-                if any((name, compressor, counts, ratio) == point(p) for p in lines):
-                    continue
-                with console.status(f"{name} {compressor} {counts} {ratio}: {len(prompts)} prompts"):
-                    options = {"ratio": ratio, "draft_length": args.draft_length}
-                    results = measure(engine, prompts, compressor, counts, args.tokens, **options)
-                lines.append(line(name, compressor, counts, ratio, results))
-                console.print({k: v for k, v in lines[-1].items() if k != "prompts"})
-                write(lines, args, sum(len(p) for p in prompts.values()) / len(prompts))
-        engine.close()
+    with console.status("an engine, a reference model, and the prompts' KV"):
+        run = Run(args)
+    average = sum(len(p) for p in run.prompts.values()) / len(run.prompts)
+    todo = {(m, r): [f for f in args.formats if (f, *of(m), r) not in map(point, lines)]
+            for r in args.ratios for m in args.methods}  # fmt: skip
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
+        task = progress.add_task(NAME, total=sum(map(len, todo.values())))
+        for (method, ratio), formats in todo.items():
+            kept = {name: s.kept for name, s in run.select(method, ratio).items()} if formats else {}
+            for name in formats:
+                progress.update(task, description=f"{name} {method.name} {ratio}")
+                lines.append(measured(run, name, method, ratio, kept))
+                write(lines, args, average)
+                progress.advance(task)
     return 0
 
 
@@ -76,6 +81,10 @@ def known(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def of(method: Method) -> tuple[str, str]:
+    return method.compressor, method.counts
+
+
 def label(name: str) -> str:
     return f"{name} (simulated)" if name in SIMULATED else name
 
@@ -84,17 +93,30 @@ def point(line: dict[str, Any]) -> tuple[str, str, str, float]:
     return line["format"], line["compressor"], line["counts"], line["ratio"]
 
 
-def line(name: str, compressor: str, counts: str, ratio: float, results: Sequence[Measured]) -> dict[str, Any]:
-    """One point. The engine reports bytes over those of float32 KV; packed pages do not depend on the dtype. Where they
-    are simulated, the size is what they would take."""
-    kept = sum(m.kept for m in results) / len(results)
-    accepted = [a for m in results if not m.loops for a in m.accepted]
+def measured(run: "Run", name: str, method: Method, ratio: float, kept: Mapping[str, Kept]) -> dict[str, Any]:
+    """One point: all prompts in one format."""
+    found = run.packed_rounds(kept, run.packing(name, PAGE, RECENT))
+    shares = run.header["outputs"][str(0.0)]
+    prompts = {p: {"accepted": rounds, "loops": shares[p] < LOOPS_BELOW} for p, rounds in found.items()}
+    accepted = [a for p in prompts.values() if not p["loops"] for a in p["accepted"]]
+    sizes = [size(name, kept[p], len(run.prompts[p]), run.head_dim) for p in kept]
     return {
-        "format": name, "compressor": compressor, "counts": counts, "ratio": ratio, "simulated": name in SIMULATED,
-        "size": round(kept * (1 if name == "plain" else 2), 4), "accepted": round(pooled(results), 2),
-        "rounds": len(accepted), "min": min(accepted), "max": max(accepted),
-        "prompts": {m.prompt: {"accepted": m.accepted, "loops": m.loops} for m in results},
+        "format": name, "compressor": method.compressor, "counts": method.counts, "ratio": ratio,
+        "simulated": name in SIMULATED, "size": round(sum(sizes) / len(sizes), 4),
+        "accepted": round(sum(accepted) / len(accepted), 2), "rounds": len(accepted), "min": min(accepted),
+        "max": max(accepted), "prompts": prompts,
     }  # fmt: skip
+
+
+def size(name: str, kept: Kept, context: int, head_dim: int) -> float:
+    """Bytes of a slot (``DraftArena.bytes_held``) over those of full KV, both in bfloat16. Where pages are simulated,
+    what packed ones would take."""
+    form = page_format(name, PAGE, head_dim, torch.bfloat16)
+    layers, heads = kept.counts.shape
+    pages = int(pages_per_head(kept.counts, PAGE).sum())
+    table_entry = 4
+    held = pages * (form.packed_page_bytes + table_entry) + kept.counts.int().nbytes + form.frozen_bytes(layers, heads)
+    return held / (layers * heads * context * head_dim * 2 * torch.bfloat16.itemsize)
 
 
 def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace, context: float) -> None:
@@ -112,8 +134,9 @@ def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace, context: fl
         "",
         f"`python -m benchmarks.acceptance_bytes`, {found['date']}, {found['machine']}.",
         f"SmolLM2-135M-Instruct, float32, greedy, {len(lines[0]['prompts'])} prompts of {found['context']} tokens on "
-        f"average, {args.tokens} output tokens each, x = {args.draft_length}. Measured in the engine; only rounds with",
-        "at least x drafts count, over prompts whose output does not loop. Size: bytes over full KV in bfloat16, of",
+        f"average, {args.tokens} output tokens each, x = {args.draft_length}. Kept by the engine, rounds predicted",
+        "(tests hold the engine to that); full rounds over prompts whose output does not loop. Size: bytes over full",
+        "KV in bfloat16, of",
         f"the compressed context. Behind it are uncompressed the last {RECENT} to {RECENT + PAGE - 1} verified tokens "
         "(all of them where the format is plain) and the running round. Simulated: drafts are measured, the size is "
         "computed, since the pages drafted on are plain ones that hold rounded numbers.",

@@ -4,7 +4,7 @@ predicted rounds are those of the engine."""
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
 from time import perf_counter
@@ -18,8 +18,10 @@ from vllm import SamplingParams
 from benchmarks.acceptance_engine import distinct_4_grams
 from benchmarks.acceptance_grid import FULL, Method
 from benchmarks.engine import LiveEngine, summaries, tokens
-from compressors import Kept
-from tests.reference import Choose, Past, Reference, Rounds, greedy, run
+from compressors import Compressor, Kept, MethodSpec, Scorer, Shape
+from tests.packings import Packing, packing
+from tests.reference import Choose, Past, Reference, Rounds, Row, greedy, run
+from vericache.config import VeriCacheConfig
 from vericache.demo import model
 from vericache.demo.prompts import PROMPTS, load
 from vericache.demo.run import ENGINE
@@ -42,10 +44,64 @@ class Selected:
     seconds: float
 
 
+def selected(kept: Kept, context: int, seconds: float) -> Selected:
+    return Selected(kept, len(kept.positions) / (kept.counts.numel() * context), seconds)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a scorer said of a context: ``scores``, and ``needed`` if it is dynamic."""
+
+    shape: Shape
+    scores: Tensor
+    needed: Tensor | None
+    seconds: float = 0.0
+
+    def select(self, spec: MethodSpec) -> Selected:
+        context = self.scores.shape[-1]
+        return selected(Compressor(Known(self, context, spec), spec).select(), context, self.seconds)
+
+
+class Known(Scorer):
+    name, summary, query_aware = "known", "scores of another scorer", False
+
+    def __init__(self, scored: Scored, context: int, spec: MethodSpec) -> None:
+        super().__init__(scored.shape, context, spec)
+        self.scored, self.dynamic = scored, scored.needed is not None  # type: ignore[misc]
+
+    def scores(self) -> Tensor:
+        return self.scored.scores
+
+    def needed(self) -> Tensor:
+        assert self.scored.needed is not None
+        return self.scored.needed
+
+
+@contextmanager
+def recorded_scores() -> Iterator[list[Scored]]:
+    """Of every selection; none where everything is kept, whatever the scores are."""
+    found: list[Scored] = []
+    select = Compressor.select
+
+    def recording(self: Compressor) -> Kept:
+        if self.scorer.num_tokens > self.budget:
+            scores = self.scorer.scores()
+            needed = self.scorer.needed() if self.scorer.dynamic else None
+            found.append(Scored(self.scorer.shape, scores, needed))
+            self.scorer = Known(found[-1], self.scorer.num_tokens, self.spec)  # none is asked twice
+        return select(self)
+
+    Compressor.select = recording  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Compressor.select = select  # type: ignore[method-assign]
+
+
 class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         folder = model.prepare()
-        arguments = {**ENGINE, "kv_cache_memory_bytes": 6 << 30, "enable_prefix_caching": True}
+        arguments = {**ENGINE, "kv_cache_memory_bytes": 2 << 30, "enable_prefix_caching": True}
         self.engine = LiveEngine(folder, arguments, {"min_prompt_tokens": 1024, "draft_length": CHECKED_DRAFTS})
         self.prompts = load(args.prompts, self.engine.tokenizer)
         self.reference = Reference(folder)
@@ -53,11 +109,16 @@ class Run:
         self._ids = count()
         self._outputs: dict[float, dict[str, list[int]]] = {}
         self._full: dict[tuple[str, float | None], Past] = {}
+        self._scored: dict[tuple[Any, ...], dict[str, Scored]] = {}
         self._prefills: list[float] = []
         self.engine.configure(compressor="streaming_llm", counts="uniform", ratio=0.5)
         with self.engine.recorded_kept() as kept:
             for name in self.prompts:  # their KV is in the prefix cache from here on
                 self._until_compressed(name, kept)
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.reference.model.config.head_dim)
 
     @property
     def header(self) -> dict[str, Any]:
@@ -99,18 +160,29 @@ class Run:
     # -- what a method keeps ---------------------------------------------------------------------------------------
 
     def select(self, method: Method, ratio: float) -> dict[str, Selected]:
-        """Compresses every prompt in the engine, one at a time. Raises Refused."""
+        """Compresses every prompt in the engine, one at a time; with a scorer that has been there before, selects by
+        what it said then: none looks at ratio or counts. Raises Refused."""
         if method == FULL:
             return {name: self._everything(len(ids)) for name, ids in self.prompts.items()}
         self._configure(method, ratio)
+        spec = self.engine.llm.vericache_config.method
+        known = self.scores(method)
+        if known:
+            return {name: known[name].select(spec) for name in self.prompts}
         found = {}
-        with self.engine.recorded_kept() as kept, self._timed() as compressing:
-            for name, ids in self.prompts.items():
-                scoring = self._until_compressed(name, kept)
+        with self.engine.recorded_kept() as kept, self._timed() as compressing, recorded_scores() as scores:
+            for name in self.prompts:
+                seconds = self._until_compressed(name, kept) + compressing[-1]
                 (selection,) = kept.popitem()[1]
-                fraction = len(selection.positions) / (selection.counts.numel() * len(ids))
-                found[name] = Selected(selection, fraction, scoring + compressing[-1])
+                found[name] = selected(selection, len(self.prompts[name]), seconds)
+                if scores:
+                    known[name] = replace(scores.pop(), seconds=seconds)
         return found
+
+    def scores(self, method: Method) -> dict[str, Scored]:
+        """By prompt, what the method's scorer said; empty before it was asked."""
+        spec = VeriCacheConfig(**method.arguments).method
+        return self._scored.setdefault((spec.name, spec.options, spec.sinks, spec.recent), {})
 
     def _configure(self, method: Method, ratio: float) -> None:
         try:
@@ -170,10 +242,31 @@ class Run:
         found = iter(run(self.reference, walks))
         return {name: {x: next(found) for x in self.drafts} for name in selected}
 
-    def _rounds(self, name: str, kept: Kept, temperature: float) -> Rounds:
+    def packed_rounds(self, kept: Mapping[str, Kept], packing: Packing | None) -> dict[str, list[int]]:
+        """Accepted drafts of every whole round, by prompt, greedy, with the first of the draft lengths. One prompt at a
+        time: a packed context is a copy of the whole KV."""
+        found = {}
+        for name in kept:
+            rounds = self._rounds(name, kept[name], 0.0, packing)
+            (found[name],) = run(self.reference, [(rounds, rounds.whole(self.drafts[0]))])
+        return found
+
+    def distribution(self, name: str, kept: Kept, packing: Packing) -> Tensor:
+        """Logarithms of the drafter's probabilities of what follows each output token: float32 ``[tokens, vocab]``, one
+        round over the whole greedy output."""
+        rounds = self._rounds(name, kept, 0.0, packing)
+        prompt, output = self.prompts[name], self.outputs(0.0)[name]
+        (logits,) = self.reference.forward([Row(output[:-1], len(prompt), rounds.pasts(len(prompt)))])
+        return logits.log_softmax(-1)
+
+    def packing(self, page_format: str, page_tokens: int, keep: int) -> Packing | None:
+        """What pages of the format lose of this model's KV (None: nothing); ``keep`` verified tokens stay exact."""
+        return packing(page_format, page_tokens, keep, self.reference.model.config.rope_parameters["rope_theta"])
+
+    def _rounds(self, name: str, kept: Kept, temperature: float, packing: Packing | None = None) -> Rounds:
         prompt = self.prompts[name]
         ids, full = [*prompt, *self.outputs(temperature)[name]], self._full_kv(name, temperature)
-        return Rounds(ids, len(prompt), full, kept, chooser(temperature, 1 + list(PROMPTS).index(name)))
+        return Rounds(ids, len(prompt), full, kept, chooser(temperature, 1 + list(PROMPTS).index(name)), packing)
 
     def check(self, method: Method, ratio: float, temperature: float) -> dict[str, Any]:
         """Rounds as the engine runs them beside what is predicted for rounds of as many drafts."""

@@ -64,6 +64,28 @@ def _check_fields(request: Mapping[str, Any]) -> None:
         )
     if request.get("kv_transfer_params") is not None:
         raise RequestError("kv_transfer_params", "this server moves KV itself and hands none over; leave it out")
+    if isinstance(items := request.get("input"), list):
+        for number, item in enumerate(items):
+            _check_item(number, item)
+
+
+def _check_item(number: int, item: object) -> None:
+    """One of ``/v1/responses``. vLLM's ``_construct_message_from_response_item`` reads the text of an assistant's first
+    part, and ``call_id`` and ``name`` of a custom tool call, without a look at what is there: a 500."""
+    if not isinstance(item, dict):
+        return
+    content = item.get("content")
+    if item.get("role") == "assistant" and isinstance(content, list):
+        first = content[0] if content else None
+        if not isinstance(first, dict) or not isinstance(first.get("text"), str):
+            found = json.dumps(first)[:100]
+            raise RequestError(
+                "input", f"item {number}: expected an assistant's content to begin with text, got {found}"
+            )
+    if item.get("type") == "custom_tool_call":
+        missing = [field for field in ("call_id", "name") if not isinstance(item.get(field), str)]
+        if missing:
+            raise RequestError("input", f"item {number}: a custom tool call without {' and '.join(missing)}")
 
 
 def _check_unicode(request: Mapping[str, Any]) -> None:

@@ -117,3 +117,14 @@ def kvquant(bits: int, page_tokens: int, keep: int, theta: float) -> Packing:
         raise AssertionError("depends on positions and on other heads")
 
     return KVQuantPacking(lose, page_tokens, keep, bits, theta)
+
+
+def packing(name: str, page_tokens: int, keep: int, theta: float) -> Packing | None:
+    """The oracle of the page format called ``name``; None for plain pages, which lose nothing. ``theta`` is the base of
+    the model's RoPE."""
+    if name == "plain":
+        return None
+    family, bits = name[:-1], int(name[-1])
+    if family == "kvquant":
+        return kvquant(bits, page_tokens, keep, theta)
+    return {"turboquant": turboquant, "kivi": kivi, "rotatekv": rotatekv}[family](bits, page_tokens, keep)

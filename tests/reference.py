@@ -31,12 +31,12 @@ PIECE = 4  # drafts of a round that go through the model at first; then as many 
 
 @dataclass(frozen=True)
 class Past:
-    """Keys and values of tokens that are known, per layer ``[H, m, D]``, and which of them may be read: bool
-    ``[L, H, m]``, all unless given."""
+    """Keys and values of tokens that are known, per layer ``[H, m, D]``, and which of them may be read, per layer bool
+    ``[H, m]``, all unless given."""
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    visible: Tensor | None = None
+    keys: Sequence[Tensor] = ()
+    values: Sequence[Tensor] = ()
+    visible: Sequence[Tensor] | None = None
 
     @property
     def length(self) -> int:
@@ -49,18 +49,33 @@ class Past:
         sides = ((self.keys, other.keys), (self.values, other.values))
         return Past(*([torch.cat(pair, 1) for pair in zip(*side, strict=True)] for side in sides))
 
+    def part(self, start: int, stop: int) -> "Past":
+        """A view. For what is visible everywhere."""
+        return Past(*([x[:, start:stop] for x in side] for side in (self.keys, self.values)))
+
+    def only(self, visible: Tensor) -> "Past":
+        """A copy of the first tokens without those that no head sees: ``visible`` is bool ``[L, H, m]``, and heads that
+        see fewer than others of their layer are filled up with tokens that they do not see."""
+        keys, values, seen = [], [], []
+        for key, value, of_layer in zip(self.keys, self.values, visible, strict=True):
+            counts = of_layer.sum(-1)
+            first = torch.sort(of_layer, dim=-1, descending=True, stable=True).indices[:, : int(counts.max())]
+            index = first[..., None].expand(-1, -1, key.shape[-1])
+            keys.append(key.gather(1, index))
+            values.append(value.gather(1, index))
+            seen.append(torch.arange(first.shape[1]) < counts[:, None])
+        return Past(keys, values, seen)
+
 
 class Row:
-    """Tokens behind ``past`` and ``own``, those of the same round that went through the model before."""
+    """Tokens at ``start`` and what they see: ``pasts`` and ``own``, those of the same round that went through the model
+    before."""
 
-    def __init__(self, ids: Sequence[int], past: Past, own: Past) -> None:
-        self.ids, self.past, self.own = ids, past, own
+    def __init__(self, ids: Sequence[int], start: int, pasts: Sequence[Past], own: Past | None = None) -> None:
+        self.ids, self.start, self.own = ids, start, own or Past()
+        self.pasts = [past for past in pasts if past.length]
         self.keys: list[Tensor] = []  # per layer [H, m, D], of ``own`` and ``ids`` after the forward
         self.values: list[Tensor] = []
-
-    @property
-    def start(self) -> int:
-        return self.past.length + self.own.length
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """``query [Hq, T, D]``, ``key`` and ``value [H, T, D]`` -> ``[Hq, T, D]``."""
@@ -69,17 +84,18 @@ class Row:
             key, value = torch.cat([self.own.keys[layer], key], 1), torch.cat([self.own.values[layer], value], 1)
         self.keys.append(key)
         self.values.append(value)
-        asked = query.reshape(heads, -1, dim)  # [H, G * T, D]
+        asked = query.reshape(heads, -1, dim) * scale  # [H, G * T, D]
         later = torch.ones(rows, key.shape[1], dtype=torch.bool).triu(1 + key.shape[1] - rows)
-        logits = asked @ key.transpose(1, 2) * scale
-        logits.masked_fill_(later.repeat(asked.shape[1] // rows, 1), float("-inf"))
-        if not self.past.keys:
-            return (logits.softmax(-1) @ value).view(query.shape)
-        before = asked @ self.past.keys[layer].transpose(1, 2) * scale
-        if self.past.visible is not None:
-            before.masked_fill_(~self.past.visible[layer][:, None], float("-inf"))
-        old, new = torch.cat([before, logits], -1).softmax(-1).split([self.past.length, key.shape[1]], -1)
-        return (old @ self.past.values[layer] + new @ value).view(query.shape)
+        logits = [asked @ past.keys[layer].transpose(1, 2) for past in self.pasts]
+        for past, of_past in zip(self.pasts, logits, strict=True):
+            if past.visible is not None:
+                of_past.masked_fill_(~past.visible[layer][:, None], float("-inf"))
+        mine = asked @ key.transpose(1, 2)
+        logits.append(mine.masked_fill_(later.repeat(asked.shape[1] // rows, 1), float("-inf")))
+        weights = torch.cat(logits, -1).softmax(-1).split([x.shape[-1] for x in logits], -1)
+        stored = [*(past.values[layer] for past in self.pasts), value]
+        out = sum((w @ v for w, v in zip(weights, stored, strict=True)), torch.zeros(()))
+        return out.view(query.shape)
 
 
 class Reference:
@@ -110,9 +126,9 @@ class Reference:
 
     def full(self, ids: Sequence[int], past: Past | None = None) -> Past:
         """The KV of ``past`` and ``ids`` behind it."""
-        past = past or Past([], [])
+        past = past or Past()
         for start in range(0, len(ids), PREFILL):
-            row = Row(ids[start : start + PREFILL], past, Past([], []))
+            row = Row(ids[start : start + PREFILL], past.length, [past])
             self.forward([row])
             past = past.then(Past(row.keys, row.values))
         return past
@@ -163,8 +179,9 @@ class Rounds:
     ) -> None:
         self._tokens, self._context, self._full = tokens, context, full
         self._choose, self._packing = choose, packing
-        self._visible = visible_positions(kept, context)
-        self._rough = packed(packing, full, self._visible) if packing is not None else full
+        visible = visible_positions(kept, context)
+        self._rough = packed(packing, full, visible) if packing is not None else full
+        self._kept = self._rough.only(visible)
         self._starts: dict[int, _Start] = {}
 
     def walk(self, drafted: Iterable[int], whole: bool = False) -> Generator[int, None, list[int]]:
@@ -186,7 +203,7 @@ class Rounds:
 
     def _accepted(self, start: int, drafts: int) -> int | None:
         """Of a round that drafts behind token ``start``, as far as the output shows; None if not known yet."""
-        found = self._starts.setdefault(start, _Start(Past([], [])))
+        found = self._starts.setdefault(start, _Start(Past()))
         shown = len(self._tokens) - start - 1
         known = found.over or found.matches >= min(drafts, shown)
         return min(found.matches, drafts) if known else None
@@ -196,7 +213,7 @@ class Rounds:
         found = self._starts[start]
         at = start + found.matches
         stop = min(at + max(PIECE, found.matches), len(self._tokens) - 1)
-        return Row(self._tokens[at:stop], self._past(start), found.own)
+        return Row(self._tokens[at:stop], at, self.pasts(start), found.own)
 
     def learn(self, start: int, row: Row, logits: Tensor) -> None:
         """What the forward over ``piece(start)`` gave."""
@@ -206,13 +223,10 @@ class Rounds:
         matches = self._starts[start].matches + right
         self._starts[start] = _Start(Past(row.keys, row.values), matches, right < len(known))
 
-    def _past(self, n: int) -> Past:
-        """The draft cache at the start of a round: kept tokens of the context, and exact KV of what is verified."""
-        exact_from = self._packing.exact_from(self._context, n) if self._packing is not None else 0
-        tail = torch.ones(*self._visible.shape[:2], n - self._context, dtype=torch.bool)
-        sides = ((self._rough.keys, self._full.keys), (self._rough.values, self._full.values))
-        keys, values = ([joined(a, b, exact_from, n) for a, b in zip(*side, strict=True)] for side in sides)
-        return Past(keys, values, torch.cat([self._visible, tail], -1))
+    def pasts(self, n: int) -> list[Past]:
+        """The draft cache at a round's start: kept tokens of the context, and what is verified, exact or packed."""
+        exact_from = self._packing.exact_from(self._context, n) if self._packing is not None else self._context
+        return [self._kept, self._rough.part(self._context, exact_from), self._full.part(exact_from, n)]
 
 
 Walk = tuple[Rounds, Generator[int, None, list[int]]]
@@ -245,10 +259,6 @@ def packed(packing: Packing, full: Past, visible: Tensor) -> Past:
         cache.update(keys[None], values[None], layer)
     layers = packing.pack(cache, visible).layers
     return Past([layer.keys[0] for layer in layers], [layer.values[0] for layer in layers])
-
-
-def joined(rough: Tensor, exact: Tensor, exact_from: int, stop: int) -> Tensor:
-    return torch.cat([rough[:, :exact_from], exact[:, exact_from:stop]], 1) if exact_from else exact[:, :stop]
 
 
 def visible_positions(kept: Kept, context: int) -> Tensor:

@@ -119,7 +119,7 @@ def test_the_method_carries_the_settings_of_the_compressor() -> None:
     config = load({**given, **sampled}, {})
     assert dataclasses.asdict(config.method) == {
         "name": "snapkv",
-        "counts": "per_head",
+        "counts": "uniform",
         "ratio": 0.5,
         "sinks": 1,
         "recent": 40,

@@ -65,6 +65,10 @@ def test_the_key_comes_before_the_body(client: TestClient) -> None:
         ({"model": "m", "stop": ["\ud83d"]}, "stop"),
         ({"tools": [{"function": {"name": "\udc08"}}]}, "tools"),
         ({"\ud800": 1}, "\\ud800"),
+        ({"input": ["a", {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]}, "input"),
+        ({"input": [{"role": "assistant", "type": "message", "content": []}]}, "input"),
+        ({"input": [{"role": "assistant", "content": ["text"]}]}, "input"),
+        ({"input": [{"type": "custom_tool_call", "call_id": 3, "name": "f"}]}, "input"),
     ],
 )
 def test_a_bad_option_is_refused_wherever_it_stands(client: TestClient, body: Any, param: str) -> None:
@@ -86,6 +90,8 @@ def test_a_bad_option_is_refused_wherever_it_stands(client: TestClient, body: An
         '{"stop": "\\ud83d\\udc08"}',
         '{"stop": "🐈"}',
         '{"structured_outputs": null, "n": 2, "best_of": 2}',
+        '{"input": [1, {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}, {"content": []}]}',
+        '{"input": [{"role": "assistant", "content": "a"}, {"type": "custom_tool_call", "call_id": "1", "name": "f"}]}',
     ],
 )
 def test_other_bodies_arrive_as_they_were(client: TestClient, body: str) -> None:

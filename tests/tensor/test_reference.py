@@ -25,7 +25,7 @@ def prompt() -> list[int]:
 def output(reference: Reference, prompt: list[int]) -> list[int]:
     ids: list[int] = []
     while len(ids) < OUTPUT:
-        ids += greedy(reference.forward([Row([*prompt, *ids], Past([], []), Past([], []))])[0][-1:], [0])
+        ids += greedy(reference.forward([Row([*prompt, *ids], 0, [])])[0][-1:], [0])
     return ids
 
 
@@ -38,9 +38,9 @@ def kept(share: float, seed: int) -> Kept:
 
 def drafted(reference: Reference, past: Past, first: int, count: int) -> list[int]:
     """What a drafter says that sees ``past`` and its own drafts."""
-    own, ids = Past([], []), [first]
+    own, ids = Past(), [first]
     for _ in range(count):
-        row = Row(ids[-1:], past, own)
+        row = Row(ids[-1:], past.length + own.length, [past], own)
         ids += greedy(reference.forward([row])[0], [0])
         own = Past(row.keys, row.values)
     return ids[1:]
@@ -89,7 +89,7 @@ def test_no_start_is_computed_twice(
     forward = reference.forward
 
     def recording(rows: list[Row]) -> list[torch.Tensor]:
-        seen.extend((row.past.length, row.start) for row in rows)
+        seen.extend((row.start - row.own.length, row.start) for row in rows)
         return forward(rows)
 
     monkeypatch.setattr(reference, "forward", recording)

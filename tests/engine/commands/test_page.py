@@ -44,7 +44,7 @@ def test_page_shows_live_requests(
         for answer in running:
             answer.result()
     assert re.search(r'<span id="model">demo</span>', page)
-    assert "snapkv per_head, ratio 0.25, staggered" in page
+    assert "snapkv uniform, ratio 0.25, staggered" in page
     assert page.count("<rect") == 2 * 64  # both rings over the window
     assert len(re.findall(r"<td>(?:drafting|loading|verifying|waiting|demoting)</td>", page)) >= 1
     assert "draft arena" in page

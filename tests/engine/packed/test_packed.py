@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from benchmarks.engine import summaries, tokens
 from tests.engine.harness import ENGINE, Harness
 from tests.engine.packed.conftest import RECENT
-from tests.packings import kivi, kvquant, rotatekv, turboquant
+from tests.packings import packing
 from tests.reference import Reference, greedy
 from vericache.demo.worker import Job, run_in_process
 
@@ -32,14 +32,6 @@ def plain(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[int]]:
     return run_in_process(Job(str(folder), chosen, OUTPUT, ENGINE, ignore_eos=True)).tokens
 
 
-ORACLES = {
-    **{f"turboquant{bits}": turboquant(bits, PAGE, RECENT) for bits in (4, 3, 2)},
-    **{f"kivi{bits}": kivi(bits, PAGE, RECENT) for bits in (4, 2)},
-    "rotatekv4": rotatekv(4, PAGE, RECENT),
-    "kvquant4": kvquant(4, PAGE, RECENT, THETA),
-}
-
-
 @pytest.mark.parametrize(("compressor", "counts"), [("kvzip", "per_head"), ("streaming_llm", "uniform")])
 def test_rounds_equal_the_prediction(
     engine: Harness,
@@ -59,7 +51,9 @@ def test_rounds_equal_the_prediction(
         ids = list(output.outputs[0].token_ids)
         assert ids == plain[name]
         selection, drafted = kept[output.request_id][0], report["drafted_per_round"]
-        predicted = reference.predict(texts[name], ids, selection, drafted, greedy, ORACLES[page_format])
+        predicted = reference.predict(
+            texts[name], ids, selection, drafted, greedy, packing(page_format, PAGE, RECENT, THETA)
+        )
         assert report["accepted_per_round"] == predicted, name
         simulated = page_format.startswith("kvquant")
         assert ("simulated_fraction" in report) == simulated
