@@ -85,6 +85,8 @@ class Auditor:
         self._config, self._tie, self._model = config, TIES[dtype], model
         CHECKS.labels(model)  # visible from the start
         MISMATCHES.labels(model)
+        for reason in ("no_seed", "queue_full", "failed"):
+            SKIPPED.labels(model, reason)
         self._random = random.Random(0)
         self._cases: asyncio.Queue[Case] = asyncio.Queue(WAITING)
         self._task: asyncio.Task[None] | None = None

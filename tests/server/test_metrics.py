@@ -1,10 +1,16 @@
 """The metrics' own arithmetic, and that the docs name what there is."""
 
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+import vericache
 from server.audit import CHECKS, MISMATCHES, SKIPPED
-from vericache.engine.metrics import METRICS, Stats, Telemetry
+from vericache.engine.metrics import FALLBACKS, METRICS, PROMOTIONS, PromMetrics, Stats, Telemetry
 
 AUDIT = (CHECKS, MISMATCHES, SKIPPED)
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -50,3 +56,32 @@ def test_names_follow_prometheus_conventions() -> None:
         assert not name.endswith(("_total", "_count", "_sum", "_bucket"))
         assert (metric.kind == "histogram") == bool(metric.buckets)
         assert metric.help.endswith(".")
+
+
+def test_reasons_are_those_in_the_code() -> None:
+    """Where a request is given up or never drafts, the reason is a word in the source."""
+    folder = Path(vericache.__file__).parent / "engine"
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    given = re.findall(r'(?:abandon|_leave)\(\w+, "(\w+)"\)', source)
+    given += re.findall(r'return "(\w+)"', (folder / "demotion.py").read_text())
+    assert set(PROMOTIONS) == set(given), "list it in PROMOTIONS, so that the counter is there before the first one"
+    assert set(FALLBACKS) == set(re.findall(r'Reason\("(\w+)"', source)), "list it in FALLBACKS, for the same reason"
+
+
+def test_counters_are_there_before_anything_happened() -> None:
+    """A counter that appears with its first event shows no increase."""
+    registry = CollectorRegistry()
+
+    def gauge(multiprocess_mode: str, **rest: Any) -> Gauge:
+        return Gauge(registry=registry, **rest)
+
+    types = {Counter: partial(Counter, registry=registry), Histogram: partial(Histogram, registry=registry)}
+    vllm: Any = SimpleNamespace(kv_transfer_config=None)
+    PromMetrics(vllm, {**types, Gauge: gauge}, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    text = generate_latest(registry).decode()
+    for engine in "01":
+        ours = f'engine="{engine}",model_name="m"'
+        assert f"vericache_rounds_total{{{ours}}} 0.0" in text
+        assert f"vericache_reload_seconds_count{{{ours}}} 0.0" in text
+        assert f'vericache_promotions_total{{{ours},reason="reload_failed"}} 0.0' in text
+        assert f"vericache_arena_bytes{{{ours}}}" not in text

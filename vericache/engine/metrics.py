@@ -16,14 +16,27 @@ TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 25, 32, 48, 64, 128)
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
+DIRECTIONS = ("to_device", "to_host")
+PROMOTIONS = (
+    "cache_reset", "compression_failed", "host_store_full", "no_scratch_blocks", "offload_failed", "reload_failed",
+    "room", "scoring_too_long", "write_back_failed",
+)  # fmt: skip
+FALLBACKS = (
+    "bad_option", "failures", "method", "no_pay", "off", "pools_full", "room", "short_output", "short_prompt",
+    "unsupported",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Metric:
-    """``label``: one label beside vLLM's model_name and engine."""
+    """``label``: one label beside vLLM's model_name and engine; ``values``: of a counter's label, which all exist from
+    the start, so that a rate or an alert sees the first event."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     label: str | None = None
     buckets: tuple[float, ...] = ()
+    values: tuple[str, ...] = ("",)
 
 
 METRICS: dict[str, Metric] = {
@@ -37,15 +50,22 @@ METRICS: dict[str, Metric] = {
         "histogram", "From the last draft of a round to its verify row.", buckets=SECONDS
     ),
     "vericache_reload_seconds": Metric("histogram", "Duration of the reloads of one step.", buckets=SECONDS),
-    "vericache_link_bytes": Metric("counter", "KV bytes copied between host and device.", "direction"),
-    "vericache_link_busy_seconds": Metric("counter", "Time copies took.", "direction"),
+    "vericache_link_bytes": Metric(
+        "counter", "KV bytes copied between host and device.", "direction", values=DIRECTIONS
+    ),
+    "vericache_link_busy_seconds": Metric("counter", "Time copies took.", "direction", values=DIRECTIONS),
     "vericache_link_capacity_bytes_per_second": Metric("gauge", "Link bandwidth the planner works with."),
     "vericache_iteration_seconds": Metric("gauge", "Iteration time the planner works with."),
     "vericache_demotions": Metric("counter", "Requests that left the device to draft."),
     "vericache_recompressions": Metric("counter", "Contexts compressed anew because their tail had grown long."),
-    "vericache_promotions": Metric("counter", "Drafting requests that became plain rows again.", "reason"),
-    "vericache_fallbacks": Metric("counter", "Requests that never drafted.", "reason"),
-    "vericache_requests": Metric("gauge", "Detached requests by state.", "state"),
+    "vericache_promotions": Metric(
+        "counter",
+        "Drafting requests that became plain rows again: `room` in mode auto, else what failed.",
+        "reason",
+        values=PROMOTIONS,
+    ),
+    "vericache_fallbacks": Metric("counter", "Requests that never drafted.", "reason", values=FALLBACKS),
+    "vericache_requests": Metric("gauge", "Detached requests by state; `held`: their drafts would not pay.", "state"),
     "vericache_link_ring_ratio": Metric("gauge", "Share of the window's link time that is promised to reloads."),
     "vericache_page_ring_pages": Metric("gauge", "Transient pages promised in the window's fullest iteration."),
     "vericache_host_store_bytes": Metric("gauge", "Host memory that holds full KV."),
@@ -135,6 +155,10 @@ class PromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {name: self._create(name, metric) for name, metric in METRICS.items()}
+        for name, metric in METRICS.items():
+            for engine in per_engine_labelvalues:
+                for label in metric.values if metric.kind != "gauge" else ():
+                    self._child(name, engine, label)
 
     def _create(self, name: str, metric: Metric) -> Any:
         labels = [*self._labelnames, *([metric.label] if metric.label else [])]

@@ -1,25 +1,18 @@
-"""Tools that measure a server run unchanged against it: vLLM's own serving benchmark, and Prometheus."""
+"""A tool that measures a server runs unchanged against it: vLLM's own serving benchmark."""
 
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
 from benchmarks.server import LiveServer
-from tests.engine.commands.asking import OFF, PERFECT, completion
-from tests.server.test_dashboard import expressions, filled_in
 from vericache.demo.worker import ENVIRONMENT
 
 # The `vllm` command does not start from the CPU wheel; this is its `bench serve`.
@@ -96,49 +89,3 @@ def test_vllms_benchmark_counts_what_the_server_counts(
 
     wait_until(agrees, f"{counted()} agree with {result['total_input_tokens']}, {result['total_output_tokens']}")
     assert counted()[-1] > 0
-
-
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus")
-def test_prometheus_scrapes_it(server: LiveServer, client: OpenAI, texts: dict[str, list[int]], tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    jobs = [{"job_name": "vericache", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}]
-    config = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
-    with (tmp_path / "log").open("wb") as log:
-        prometheus = subprocess.Popen(
-            ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
-             f"--web.listen-address=127.0.0.1:{port}"],
-            stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def query(expression: str) -> list[float]:
-        """Values of the expression's series; none while Prometheus starts."""
-        asked = urllib.parse.urlencode({"query": expression})
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{asked}", timeout=10) as answer:
-                return [float(series["value"][1]) for series in json.load(answer)["data"]["result"]]
-        except OSError:
-            return []
-
-    try:
-        for _ in range(2):  # a rate needs a counter that moves between two scrapes
-            completion(client, texts["summarise"], {}, OFF)
-            completion(client, texts["summarise"], {}, PERFECT)
-            rounds, deadline = server.series()["vericache_rounds_total"], time.monotonic() + 60
-            while query("sum(vericache_rounds_total)") != [rounds] and time.monotonic() < deadline:
-                time.sleep(1)
-            assert query("sum(vericache_rounds_total)") == [rounds], (tmp_path / "log").read_text()[-2000:]
-        assert query('up{job="vericache"}') == [1]
-        (acceptance,) = query(
-            "1 + sum(vericache_accepted_tokens_per_verify_sum) / sum(vericache_accepted_tokens_per_verify_count)"
-        )
-        assert acceptance > 1
-        # What has not happened here has no series.
-        silent = ("promotions", "recompressions", "skipped")
-        shown = [e for e in expressions() if not any(word in e for word in silent)]
-        assert {e: len(query(filled_in(e))) for e in shown if not query(filled_in(e))} == {}
-    finally:
-        prometheus.kill()
-        prometheus.wait()

@@ -1,0 +1,1 @@
+"""Image, Helm chart, dashboards and alerts; the modules here write and read those files."""
