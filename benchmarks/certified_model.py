@@ -48,8 +48,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]  # layer, q [Hq,
 class WatchedRow(Row):
     """``see`` gets what ``attend`` gets."""
 
-    def __init__(self, ids: Sequence[int], past: Past, own: Past, see: Callable[..., None]) -> None:
-        super().__init__(ids, past, own)
+    def __init__(self, ids: Sequence[int], past: Past, see: Callable[..., None], own: Past | None = None) -> None:
+        super().__init__(ids, past.length + (own.length if own is not None else 0), [past], own)
         self._see = see
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -61,12 +61,8 @@ class OwnRow(Row):
     """Tokens whose attention is ``compute``'s, behind ``start`` others."""
 
     def __init__(self, ids: Sequence[int], start: int, compute: Attend) -> None:
-        super().__init__(ids, Past([], []), Past([], []))
-        self._start, self._compute = start, compute
-
-    @property
-    def start(self) -> int:
-        return self._start
+        super().__init__(ids, start, [])
+        self._compute = compute
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return self._compute(layer, query, key, value, scale)
@@ -98,7 +94,7 @@ class Model:
         compressor = create(spec, self.shape, len(tokens))
         texts = {key: self.encode(text) for key, text in {**METHODS["kvzip"].texts, "turn": "\n"}.items()}
         for index, probe in enumerate(METHODS["kvzip"].probes(tokens, spec, texts)):
-            row = WatchedRow(probe.tokens, past, Past([], []), _observing(compressor, index, past))
+            row = WatchedRow(probe.tokens, past, _observing(compressor, index, past))
             self.reference.forward([row])
         return Context(tokens, past, compressor.scorer.scores())
 
@@ -106,10 +102,10 @@ class Model:
         """The context ends before the last token, the first step's input."""
         context = self.context(tokens[:-1])
         seen: list[Tensor] = []
-        own, queries, token = Past([], []), list[Tensor](), tokens[-1]
+        own, queries, token = Past(), list[Tensor](), tokens[-1]
         for _ in range(steps):
             seen.clear()
-            row = WatchedRow([token], context.past, own, lambda layer, query, *_: seen.append(query[:, 0]))
+            row = WatchedRow([token], context.past, lambda layer, query, *_: seen.append(query[:, 0]), own)
             token = int(self.reference.forward([row])[0][-1].argmax())
             queries.append(torch.stack(seen).unflatten(1, (self.shape.kv_heads, -1)))
             own = Past(row.keys, row.values)

@@ -45,9 +45,9 @@ def quality(
         methods = Methods(context, ratio, Policy(Target(eps, DELTA), z=z), seed)
         for question, answer in task.questions:
             ask, told = model.encode(question), model.encode(answer)
-            asked = Row(ask[:-1], context.past, Past([], []))
+            asked = Row(ask[:-1], context.past.length, [context.past])
             model.reference.forward([asked])
-            own = Past([k[:, -len(ask) + 1 :] for k in asked.keys], [v[:, -len(ask) + 1 :] for v in asked.values])
+            own = Past(asked.keys, asked.values)
             for name, row in methods.rows([ask[-1], *told[:-1]], own):
                 found[name].add(model.reference.forward([row])[0], told)
             found["certified"].fetched.append(methods.fetched_share())
@@ -65,7 +65,7 @@ class Methods:
     def __init__(self, context: Context, ratio: float, policy: Policy, seed: int) -> None:
         self._context, self._policy = context, policy
         n = context.shape[2]
-        self._top = visible_positions(kept_of(context.scores, ratio, "top"), n)
+        self._top = context.past.only(visible_positions(kept_of(context.scores, ratio, "top"), n))
         kept = kept_of(context.scores, ratio, "poisson", seed)
         assert kept.inclusion is not None
         self._layers = []
@@ -83,11 +83,9 @@ class Methods:
 
     def rows(self, ids: Sequence[int], own: Past) -> Iterator[tuple[str, Row]]:
         past = self._context.past
-        yield "dense", Row(ids, past.then(own), Past([], []))
-        shown = torch.ones(*self._top.shape[:2], own.length, dtype=torch.bool)
-        joined = past.then(own)
-        yield "top-k", Row(ids, Past(joined.keys, joined.values, torch.cat([self._top, shown], -1)), Past([], []))
-        start = joined.length
+        start = past.length + own.length
+        yield "dense", Row(ids, start, [past, own])
+        yield "top-k", Row(ids, start, [self._top, own])
         yield "sample alone", OwnRow(ids, start, self._compute(own, fetching=False))
         yield "certified", OwnRow(ids, start, self._compute(own, fetching=True))
 

@@ -1,0 +1,81 @@
+"""The measurements of ``benchmarks.certified`` over a small random model's cache."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.certified_model import Context, Recorded, thinned
+from benchmarks.certified_quality import Methods
+from benchmarks.certified_run import budget_errors, decisions
+from tests.reference import Past, Row
+from vericache.certified.attention import Policy
+from vericache.certified.certificate import Target
+
+LAYERS, HEADS, GROUP, DIM, TOKENS, STEPS = 2, 2, 2, 16, 160, 3
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Recorded:
+    keys, values = numbers(LAYERS, HEADS, TOKENS, DIM), numbers(LAYERS, HEADS, TOKENS, DIM, seed=1)
+    queries = 2 * numbers(STEPS, LAYERS, HEADS, GROUP, DIM, seed=2)
+    scores = torch.einsum("slhgd,lhnd->lhn", queries, keys).div(8).softmax(-1)
+    context = Context(list(range(TOKENS)), Past(list(keys), list(values)), scores)
+    tail = numbers(2, LAYERS, HEADS, STEPS, DIM, seed=3)
+    return Recorded(context, queries, tail[0], tail[1])
+
+
+def test_decisions_of_a_perfect_sketch_keep_their_promise(prompt: Recorded) -> None:
+    row = decisions({"p": prompt}, 0.4, "perfect", 0.0, 0.2, count=STEPS, draws=20)
+    assert row["queries"] == STEPS * LAYERS * HEADS * GROUP
+    assert row["decisions"] == 20 * row["queries"]
+    assert row["failed"] <= row["worst_layer"] <= 0.1
+    assert 0 < row["fetched"] <= row["fetched_when_fetching"] <= 1
+
+
+def test_a_stricter_epsilon_fetches_more(prompt: Recorded) -> None:
+    strict, loose = (decisions({"p": prompt}, 0.4, "per_channel2", 1.0, e, STEPS, 1) for e in (0.01, 0.3))
+    assert strict["fetched"] > loose["fetched"]
+    assert strict["output"] < loose["output"]
+
+
+def test_errors_shrink_with_the_budget(prompt: Recorded) -> None:
+    """A Poisson sample stays a little below its budget, so only top-k keeps all of the whole one."""
+    small, large, whole = (budget_errors({"p": prompt}, ratio, STEPS, draws=2) for ratio in (0.4, 0.8, 1.0))
+    assert whole["top-k"]["p95"] < 1e-5
+    for method in small:
+        assert large[method]["mean"] < small[method]["mean"]
+
+
+def test_a_prompt_can_be_thinned(prompt: Recorded) -> None:
+    part = thinned(prompt, 2)
+    assert part.context.scores.shape == (1, HEADS, TOKENS)
+    torch.testing.assert_close(part.context.past.keys[0], prompt.context.past.keys[1])
+    torch.testing.assert_close(part.queries[:, 0], prompt.queries[:, 1])
+
+
+def attended(row: Row) -> Tensor:
+    count = len(row.ids)
+    query, key, value = numbers(HEADS * GROUP, count, DIM, seed=5), *numbers(2, HEADS, count, DIM, seed=6)
+    return torch.stack([row.attend(layer, query, key, value, DIM**-0.5) for layer in range(LAYERS)])
+
+
+def test_with_nothing_left_out_top_k_is_dense_attention(prompt: Recorded) -> None:
+    own = Past(list(numbers(LAYERS, HEADS, 3, DIM, seed=7)), list(numbers(LAYERS, HEADS, 3, DIM, seed=8)))
+    rows = dict(Methods(prompt.context, 1.0, Policy(), 0).rows([1, 2], own))
+    assert {row.start for row in rows.values()} == {TOKENS + 3}
+    torch.testing.assert_close(attended(rows["top-k"]), attended(rows["dense"]), rtol=1e-4, atol=1e-5)
+
+
+def test_certified_attention_is_dense_where_no_error_is_allowed(prompt: Recorded) -> None:
+    own = Past(list(numbers(LAYERS, HEADS, 3, DIM, seed=7)), list(numbers(LAYERS, HEADS, 3, DIM, seed=8)))
+    methods = Methods(prompt.context, 0.4, Policy(Target(0.0), max_fetch=1.0), 0)
+    rows = dict(methods.rows([1, 2], own))
+    dense = attended(rows["dense"])
+    torch.testing.assert_close(attended(rows["certified"]), dense, rtol=1e-4, atol=1e-5)
+    assert 0 < methods.fetched_share() < 1
+    for rough in ("top-k", "sample alone"):
+        assert (attended(rows[rough]) - dense).norm() > 0.01 * dense.norm()
