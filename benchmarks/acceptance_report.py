@@ -126,7 +126,8 @@ class Report:
             "## What scoring costs", "",
             "Wall time of the engine's scoring rows, the selection, and the copy into the arena, one request at a",
             "time, median over prompts and ratios; 1,000 tokens of prefill take "
-            f"{self.found['prefill_ms']:.0f} ms here. And the share of token-heads that was kept.", "",
+            f"{self.found['prefill_ms']:.0f} ms here (other work on the machine lengthens both). And the share of "
+            "token-heads that was kept.", "",
             *self.costs(), "",
             "## Checked against the engine", "",
             "Rounds as the engine runs them (its schedule decides how long each one gets) beside the prediction for",

@@ -18,13 +18,16 @@ from compressors import Kept
 from vericache.config import VeriCacheConfig
 from vericache.engine.texts import probe_texts
 
+# Of an engine whose rounds are to be seen: every request that may draft does, at the length it is told.
+ALWAYS_DRAFT: dict[str, Any] = {"mode": "draft", "draft_policy": "fixed"}
+
 
 class LiveEngine:
-    """``configure`` returns to the given settings plus what changes. Start the process with
-    ``vericache.demo.worker.ENVIRONMENT``."""
+    """``ALWAYS_DRAFT`` with the given settings over it; ``configure`` returns to them plus what changes. Start the
+    process with ``vericache.demo.worker.ENVIRONMENT``."""
 
     def __init__(self, folder: Path, engine: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        self.folder, self.defaults = folder, dict(settings)
+        self.folder, self.defaults = folder, {**ALWAYS_DRAFT, **settings}
         self.llm = vericache.LLM(str(folder), vericache=self.defaults, **engine)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler

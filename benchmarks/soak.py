@@ -31,7 +31,7 @@ REST = ("vericache_requests", "vericache_host_store_bytes", "vericache_arena_byt
 VLLM_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 FLAGS = (
     "--dtype float32 --max-model-len 1024 --block-size 32 --kv-cache-memory-bytes 1073741824 --served-model-name soak "
-    "--vericache-min-prompt-tokens 150 --vericache-draft-length 8 --vericache-compressor snapkv"
+    "--vericache-mode draft --vericache-min-prompt-tokens 150 --vericache-draft-length 8 --vericache-compressor snapkv"
 )
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 

@@ -107,6 +107,7 @@ def job(args: argparse.Namespace, variant: str, texts: list[list[int]], lock: st
     settings: dict[str, Any] | None = None
     if variant in DRAFTING:
         settings = {
+            "mode": "draft", "draft_policy": "fixed",
             "min_prompt_tokens": min(1024, args.prompt_tokens), "compressor": args.compressor,
             "policy": "lockstep" if variant == "lockstep" else "staggered",
             "counts": "uniform" if variant == "uniform" else args.counts,

@@ -1,5 +1,6 @@
 """Which way of serving is worth it: every mode at the given settings, and the best settings there are."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -7,9 +8,11 @@ from itertools import product
 from scheduler import byte_model as model
 from scheduler.acceptance import Acceptance
 from scheduler.byte_model import Load, Machine, Prediction, Rounds
+from scheduler.residency import Mix, Pace
 
 RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
 DRAFTS = (4, 8, 12, 16, 20, 25, 32, 40, 50, 62)  # 62: the most that the default window holds
+ARENAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7)
 WORTH = 1.05  # times plain vLLM's rate: less is within the model's error
 
 
@@ -83,6 +86,40 @@ def modes(machine: Machine, work: Workload, ratio: float, drafts: int) -> dict[s
     if rows := work.rows(room):
         found["staggered"] = model.staggered(machine, load, rounds, rows)
     return found
+
+
+def elastic(machine: Machine, work: Workload, ratio: float, drafts: int, arena: float) -> Prediction | None:
+    """Mode auto with all the requests it can use: plain rows in what the contexts of rounds and ``arena`` leave of the
+    memory beside the weights, of which that is a share; drafting rows in the arena, as many as help. None: no room."""
+    load, room = work.load(ratio), machine.memory - work.weights
+    rounds = Rounds(drafts, work.acceptance.gained(ratio, drafts))
+    pace = Pace(load.weights / machine.bandwidth, 1 / machine.bandwidth, 1 / machine.link)
+    best: Prediction | None = None
+    most, alone = work.rows(int(room / load.kept)), int((1 - arena) * room / load.full)
+    # While all fit as plain rows, nobody drafts.
+    for drafting in range(1 + (min(most, int(arena * room / load.kept)) if alone < most else 0)):
+        contexts = 1 + math.ceil(drafting / drafts) if drafting else 0
+        plain = int(((1 - arena) * room - contexts * load.full) / load.full)
+        if plain < 0:
+            break
+        plain = min(plain, most - drafting)
+        read, moved = drafting * (load.kept + load.full / drafts), drafting * load.full / drafts
+        mix = Mix(plain, plain * load.full, drafting * rounds.gained / (drafts + 1), read, moved)
+        rate, gpu = mix.rate(pace), (load.weights + plain * load.full + read) / machine.bandwidth
+        if rate and (best is None or rate > best.tokens_per_s):
+            best = Prediction(
+                plain + drafting, rate, max(gpu, moved / machine.link), gpu, moved / machine.link, contexts
+            )
+    return best
+
+
+def best_arena(machine: Machine, work: Workload, ratio: float, drafts: int) -> tuple[float, Prediction]:
+    """The share of the memory beside the weights that makes mode auto fastest under load; 0, and plain vLLM, where none
+    beats it."""
+    base = baseline(machine, work)
+    found = [(share, elastic(machine, work, ratio, drafts, share)) for share in ARENAS]
+    better = [(share, p) for share, p in found if p is not None and p.tokens_per_s >= WORTH * base.tokens_per_s]
+    return max(better, key=lambda one: one[1].tokens_per_s, default=(0.0, base))
 
 
 def recommend(

@@ -82,6 +82,7 @@ class Track:
     round: Round | None = None
     waiting_since: int = 0  # iteration since which a booking is missing
     verifying: Booking | None = None  # of the round whose verify row is under way
+    held: bool = False  # no round is begun: its drafts would not pay
 
     @property
     def bookings(self) -> list[Booking]:

@@ -52,6 +52,7 @@ class Planner:
         self.policy = policy
         self.verify_tokens = verify_tokens  # cap per iteration, see performance notes in docs
         self.tracks: dict[str, Track] = {}
+        self.limits: Limits | None = None  # of the last iteration
 
     @property
     def late(self) -> bool:
@@ -111,6 +112,7 @@ class Planner:
     def tick(self, host: Host, limits: Limits) -> Tick:
         """Advance to the next iteration and decide. ``limits`` may differ from call to call."""
         self.rings.advance()
+        self.limits = limits
         out = Tick()
         if self._rebook(host, limits):
             self._admit(host, limits)
@@ -163,7 +165,8 @@ class Planner:
         return True
 
     def _admit(self, host: Host, limits: Limits) -> None:
-        waiting = [t for t in self.tracks.values() if t.state is State.WAITING or self._ahead(t, host)]
+        able = (t for t in self.tracks.values() if not t.held)
+        waiting = [t for t in able if t.state is State.WAITING or self._ahead(t, host)]
         waiting.sort(key=lambda t: t.waiting_since)
         refused: dict[int, list[Demand]] = defaultdict(list)  # by span: only such demands cover each other
         for track in waiting:

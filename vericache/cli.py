@@ -1,4 +1,4 @@
-"""The ``vericache`` command: serve, demo, methods, settings, plan, surrogate."""
+"""The ``vericache`` command: serve, demo, methods, settings, plan, simulate, surrogate."""
 
 import argparse
 import os
@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. A VeriCacheError is one line on stderr, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {
-        "serve": serve, "demo": demo, "methods": methods, "settings": settings, "plan": plan, "surrogate": surrogate,
+        "serve": serve, "demo": demo, "methods": methods, "settings": settings, "plan": plan,
+        "simulate": simulate, "surrogate": surrogate,
     }  # fmt: skip
     parser = argparse.ArgumentParser(prog="vericache", description=__doc__)
     parser.add_argument(
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="serve MODEL: an OpenAI-compatible server (vllm serve's "
         "flags and --vericache-*); demo: plain vLLM against VeriCache on a bundled model; "
         "methods: compressors; settings: all settings with their defaults; plan: what drafting is worth on a "
-        "machine; surrogate train|eval: the surrogates that some compressors need",
+        "machine; simulate: the same by the scheduler's own code in simulated time; surrogate train|eval: the "
+        "surrogates that some compressors need",
     )
     command = parser.parse_args(arguments[:1]).command
     try:
@@ -137,6 +139,13 @@ def settings(arguments: Sequence[str]) -> int:
 def plan(arguments: Sequence[str]) -> int:
     """What drafting is worth for a model, a machine and a load."""
     from vericache.plan.command import main as run
+
+    return run(arguments)
+
+
+def simulate(arguments: Sequence[str]) -> int:
+    """What each way of serving makes of a load, in simulated time."""
+    from vericache.simulate.command import main as run
 
     return run(arguments)
 

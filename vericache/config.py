@@ -23,8 +23,10 @@ class VeriCacheConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["draft", "off"] = Field(
-        "draft", description="draft: long requests draft and verify; off: plain vLLM rows with VeriCache's sampler"
+    mode: Literal["auto", "draft", "off"] = Field(
+        "auto",
+        description="auto: plain vLLM rows while the KV pool has room, long requests draft when it runs short and that "
+        "pays; draft: all long requests draft; off: plain vLLM rows with VeriCache's sampler",
     )
     bitwise: Literal["off", "on"] = Field(
         "off",
@@ -32,7 +34,12 @@ class VeriCacheConfig(BaseModel):
         "proof and audits",
     )
     min_prompt_tokens: int = Field(1024, ge=1, description="shorter prompts stay plain vLLM rows in the same batch")
-    draft_length: int = Field(25, ge=1, description="drafts a round aims at (x)")
+    draft_length: int = Field(25, ge=1, description="drafts a round aims at (x), the first one where it adapts")
+    draft_policy: Literal["fixed", "ema", "bandit"] = Field(
+        "ema",
+        description="how a request's draft length follows what its rounds accept: not, by an estimate of the chance of "
+        "a right draft, or by trial (bandit)",
+    )
     window: int = Field(64, ge=4, le=1024, description="iterations planned ahead (W); no round drafts longer")
     policy: Literal["staggered", "lockstep"] = Field("staggered", description="when requests verify")
     verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")

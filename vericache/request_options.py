@@ -20,7 +20,8 @@ class RequestOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     mode: Literal["auto", "draft", "off"] = Field(
-        "auto", description="auto: the server decides; draft: draft even below min_prompt_tokens; off: full KV only"
+        "auto",
+        description="auto: the server decides; draft: draft at once, even below min_prompt_tokens; off: full KV only",
     )
     draft_length: int | None = Field(None, ge=1, description="drafts a round aims at")
     compressor: str | None = Field(None, description="scoring method")
@@ -46,6 +47,8 @@ class RequestSettings:
             changes["compressor_options"] = {}  # the server's belong to its own method
         self.config = _changed(server, changes)
         self.off = options.mode == "off"
+        self.always = options.mode == "draft" or server.mode == "draft"  # drafts whether or not the KV pool has room
+        self.draft_policy = server.draft_policy if options.draft_length is None else "fixed"
         self.min_prompt_tokens = server.min_prompt_tokens
         if options.mode == "draft":  # the shortest prompt that leaves room for sinks and recent tokens
             self.min_prompt_tokens = math.ceil(self.config.method.least / self.config.ratio)

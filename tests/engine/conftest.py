@@ -1,6 +1,6 @@
 """Engine tests come in groups, one folder each. A group has one engine for all its tests, and with pytest-xdist a
 group stays in one process: ``full`` and ``rounds`` run the bundled model, ``small`` and ``packed`` its first layers (a
-fifth of the time), ``commands`` starts processes of its own."""
+fifth of the time), ``elastic`` a tiny one, ``commands`` starts processes of its own."""
 
 import json
 import shutil
@@ -19,6 +19,7 @@ from vericache.demo.worker import Job, run_in_process
 
 # Engine arguments of the groups that have an engine.
 GROUPS: dict[str, dict[str, Any]] = {"full": {"max_model_len": 3072}, "rounds": {}, "small": {}, "packed": {}}
+GROUPS["elastic"] = {"num_gpu_blocks_override": 41}  # four of its prompts with their output, and four to spare
 PROMPT_TOKENS = 240
 OUTPUT_TOKENS = 40
 SMALL_LAYERS = 6

@@ -7,7 +7,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
-from benchmarks.engine import LiveEngine
+from benchmarks.engine import ALWAYS_DRAFT, LiveEngine
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -19,7 +19,9 @@ ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 30,
     "enable_prefix_caching": True,
 }
-SETTINGS: dict[str, Any] = {"min_prompt_tokens": 150, "verify_tokens": 80, "host_memory_gib": 1.0, "draft_length": 8}
+SETTINGS: dict[str, Any] = {
+    **ALWAYS_DRAFT, "min_prompt_tokens": 150, "verify_tokens": 80, "host_memory_gib": 1.0, "draft_length": 8,
+}  # fmt: skip
 
 
 class Harness(LiveEngine):

@@ -62,7 +62,7 @@ def test_reasons_are_those_in_the_code() -> None:
     """Where a request is given up or never drafts, the reason is a word in the source."""
     folder = Path(vericache.__file__).parent / "engine"
     source = "".join(path.read_text() for path in folder.glob("*.py"))
-    given = re.findall(r'abandon\(\w+, "(\w+)"\)', source)
+    given = re.findall(r'(?:abandon|_leave)\(\w+, "(\w+)"\)', source)
     given += re.findall(r'return "(\w+)"', (folder / "demotion.py").read_text())
     assert set(PROMOTIONS) == set(given), "list it in PROMOTIONS, so that the counter is there before the first one"
     assert set(FALLBACKS) == set(re.findall(r'Reason\("(\w+)"', source)), "list it in FALLBACKS, for the same reason"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vericache.errors import CompressionError
 
+_FALSE = 6  # steps of false position before Newton's
 _NEWTON = 32  # steps after which only bisection goes on; 4 are usual
 _STEPS = 160  # bisection from the first bracket to neighbouring numbers takes about 100
 _CLOSE = 4 * torch.finfo(torch.float64).eps
@@ -74,7 +75,7 @@ def _fixed_point(w: Tensor, r: Tensor, light: Tensor, heavy: Tensor) -> Tensor:
     odds = torch.where(r < 1, r / (1 - r), 0.0)
     high = light.sum(-1, keepdim=True)
     low = high / (1 + odds.sum(-1, keepdim=True)) / 2  # no segment is steeper, and the root may be that
-    bias = high
+    bias = _near(torch.where(r < 1, w, 0.0), r, odds, low, high)
     for step in range(_STEPS):
         middle = (light < bias) & (bias < heavy)
         fixed = torch.where(middle, w, torch.where(bias <= light, light, 0.0)).sum(-1, keepdim=True)
@@ -85,6 +86,32 @@ def _fixed_point(w: Tensor, r: Tensor, light: Tensor, heavy: Tensor) -> Tensor:
             return root
         inside = (low < root) & (root < high) & (step < _NEWTON)
         bias = torch.where(inside, root, (low + high) / 2)
+    return bias
+
+
+def _near(w: Tensor, r: Tensor, odds: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """A start for Newton's method between ``low`` and ``high``, mostly on the root's segment: false position.
+
+    Its steps need no segment: ``sum w (1 - lambda) = sum w - sum clip(beta odds, r w, w)``, and clipping takes a
+    fraction of the time of the comparisons that tell segments apart. The difference of sums is rounded, so that the
+    bracket it leads to is no proof.
+    """
+    light, total = r * w, w.sum(-1, keepdim=True)
+
+    def above(bias: Tensor) -> Tensor:
+        shares = torch.minimum(torch.maximum(bias * odds, light), w)
+        return bias - total + shares.sum(-1, keepdim=True)
+
+    left, right = above(low), above(high)
+    bias = high
+    for _ in range(_FALSE):
+        bias = torch.where(right > left, (low * right - high * left) / (right - left), high)
+        bias = torch.minimum(torch.maximum(bias, low), high)
+        found = above(bias)
+        below = found < 0
+        # The end that stays twice in a row would stay for long: its value is halved.
+        left, right = torch.where(below, found, left / 2), torch.where(below, right / 2, found)
+        low, high = torch.where(below, bias, low), torch.where(below, high, bias)
     return bias
 
 

@@ -44,7 +44,13 @@ def run(options: DemoOptions, console: Console) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loaded = prompts.load(options.names, tokenizer)
-    settings = {"min_prompt_tokens": 512, "trace_iterations": 100_000, **options.settings}
+    settings = {
+        "mode": "draft",
+        "draft_policy": "fixed",
+        "min_prompt_tokens": 512,
+        "trace_iterations": 100_000,
+        **options.settings,
+    }
     console.print(f"[bold]plain vLLM[/bold]: {len(loaded)} prompts of {[len(p) for p in loaded.values()]} tokens")
     plain = run_in_process(Job(str(folder), loaded, options.max_tokens, {**ENGINE, "kv_cache_memory_bytes": 2 << 30}))
     console.print("[bold]VeriCache[/bold]: the same prompts, drafting on compressed KV")

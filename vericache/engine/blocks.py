@@ -1,7 +1,8 @@
 """Device KV blocks that VeriCache holds itself, out of vLLM's own pool.
 
 Blocks are always given back by explicit list. Relies on ``BlockPool.get_new_blocks`` / ``free_blocks`` /
-``get_num_free_blocks`` and ``KVCacheManager.get_block_ids`` / ``pop_blocks_for_free``.
+``get_num_free_blocks``, ``KVCacheManager.get_block_ids`` / ``pop_blocks_for_free``, and
+``SingleTypeKVCacheManager.req_to_blocks`` / ``num_cached_block``.
 """
 
 from collections.abc import Sequence
@@ -37,6 +38,14 @@ class DeviceBlocks:
     def of_request(self, request: Request) -> list[int]:
         """Ids of the blocks vLLM holds for a request (one KV cache group)."""
         return list(self._manager.get_block_ids(request.request_id)[0])
+
+    def attach(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put blocks that hold a request's KV into vLLM's books: the reverse of ``detach``. The prefix cache learns of
+        them when the request's next row is scheduled, which is after everything in flight."""
+        (manager,) = self._manager.coordinator.single_type_managers
+        assert not manager.req_to_blocks.get(request.request_id), "vLLM holds blocks of a detached request"
+        manager.req_to_blocks[request.request_id] = list(blocks)
+        manager.num_cached_block[request.request_id] = 0
 
     def detach(self, request: Request) -> list[KVCacheBlock]:
         """Take a request's blocks out of vLLM's books; the caller gives them back."""

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from compressors import METHODS, MethodError, MethodSpec
 from scheduler.admission import Limits, LockStep, Staggered
+from scheduler.draft_length import POLICIES
 from scheduler.lifecycle import State
 from scheduler.planner import Planner
 from scheduler.throughput import Throughput
@@ -20,14 +21,15 @@ from vericache.config import VeriCacheConfig
 from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.demotion import Demotion
 from vericache.engine.detached import Detached
-from vericache.engine.eligibility import POOLS_FULL, Reason, end_tokens, resident_reason
+from vericache.engine.elastic import Elastic
+from vericache.engine.eligibility import Reason, end_tokens, resident_reason
 from vericache.engine.grammar import Grammars
 from vericache.engine.needs import RoundNeeds
 from vericache.engine.observe import EngineStats
 from vericache.engine.ops import MEASURED, DraftRow, Load, Offload, StepReport, VerifyRow, WriteBack
 from vericache.engine.plan import Bounds, Draft, StepPlan, Verify
 from vericache.engine.prestore import Prestore
-from vericache.engine.reservations import Reservations
+from vericache.engine.reservations import Reservations, Want
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.tails import TailSizes
 from vericache.errors import RequestError
@@ -54,7 +56,7 @@ class Coordinator:
         self.reserved = Reservations(plan, blocks, bounds.seats)
         self.prestore = Prestore(plan, blocks, self.reserved)
         self.stats = EngineStats()
-        self._past: dict[str, Detached] = {}  # records of requests that became plain rows again
+        self.past: dict[str, Detached] = {}  # records of requests that became plain rows again
         self._folds: list[tuple[int, int]] = []  # (slot, strips) for the next step
         self._emptied: list[int] = []  # slots whose pages the workers can free
         self._ended, self._forgotten = list[str](), list[str]()
@@ -70,10 +72,11 @@ class Coordinator:
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
         self.reserved.tails = TailSizes.of(self.plan.page_format, settings.recent, settings.window)
         self.demotion = Demotion(self.plan, self.blocks, self.bounds, self.texts, settings.verify_tokens)
-        self._needs = RoundNeeds(
-            self.records, self.planner, self.plan, self.blocks, self.bounds, self.throughput, self._wished_length,
-            settings.tail_tokens, self.reserved.tails,
+        self.needs = RoundNeeds(
+            self.records, self.planner, self.plan, self.blocks, self.bounds, self.throughput, settings.tail_tokens,
+            self.reserved.tails,
         )  # fmt: skip
+        self.elastic = Elastic(self)
 
     # -- leaving the device ----------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class Coordinator:
             return Reason("bad_option", str(error))
         if self.settings.mode == "off" or asked.off:
             return Reason("off", "mode is off")
-        past = self._past.get(request.request_id)
+        past = self.past.get(request.request_id)
         if past is not None and past.recoveries > self.settings.max_recoveries:
             return Reason("failures", f"demotion or reload failed {past.recoveries} times")
         if reason := resident_reason(request, asked.min_prompt_tokens):
@@ -102,40 +105,24 @@ class Coordinator:
         if record is None:
             return False
         record.stored = self.prestore.hand_over(request.request_id)
-        if past := self._past.pop(record.request_id, None):
-            record.rounds, record.recoveries = past.rounds, past.recoveries
+        asked, record.since = self.asked(request), self.planner.rings.now
+        record.lengths = POLICIES[asked.draft_policy](asked.config.draft_length, self.elastic.seen.chance)
+        if past := self.past.pop(record.request_id, None):
+            record.rounds, record.recoveries, record.lengths = past.rounds, past.recoveries, past.lengths
+            record.rounds_before = len(record.rounds)
         self.records[record.request_id] = record
         self.planner.demote(record.request_id)
         return True
+
+    def want(self, request: Request) -> Want:
+        """What the request must be given to draft."""
+        return self.reserved.want(request, *self._terms(request))
 
     def _terms(self, request: Request) -> tuple[MethodSpec, int, int, list[int]]:
         """Method, tail and window with which the request drafts, and the host pages it has already."""
         window = self.settings.window
         tail = min(self.settings.tail_tokens, request.max_tokens) + window
         return self._fitted(request), tail, window, self.prestore.pages(request.request_id)
-
-    def may_start(self, waiting: Sequence[Request], running: Sequence[Request]) -> int:
-        """How many of the ``waiting`` requests, the first ones, may begin their prompts in this step.
-
-        One that has to stay in vLLM's blocks must leave those that rounds work in: it would hold up everyone who drafts
-        until its end.
-        """
-        if not waiting:
-            return 0
-        leaving = [r for r in running if self.resident_reason(r) is None]
-        wants = [self.reserved.want(r, *self._terms(r)) for r in leaving]
-        room, count = self._needs.transient_blocks(running, 0), 0
-        for head in waiting:
-            leaves = self.resident_reason(head) is None
-            more = [self.reserved.want(head, *self._terms(head))] if leaves else []
-            room -= self._needs.soon(head)
-            if (self.records or leaving) and room < self._needs.working_blocks(leaving, self.settings.draft_length):
-                can_leave = leaves and self.reserved.fits(wants + more)
-                if self.planner.late or not can_leave:
-                    break
-            leaving, wants = leaving + [head] * leaves, wants + more
-            count += 1
-        return count
 
     def asked(self, request: Request) -> RequestSettings:
         """The settings as they hold for this request. Raises RequestError."""
@@ -146,8 +133,12 @@ class Coordinator:
             self._asked[request.request_id] = found
         return found
 
-    def _wished_length(self, record: Detached) -> int:
-        return self.asked(record.request).config.draft_length
+    def always(self, request: Request) -> bool:
+        """The request drafts whether or not blocks run short."""
+        try:
+            return self.asked(request).always
+        except RequestError:
+            return False
 
     def _fitted(self, request: Request) -> MethodSpec:
         """The request's method with scoring rows that fit in a step and behind the context."""
@@ -178,8 +169,9 @@ class Coordinator:
         reserved = 0 if self.planner.late else head_blocks
         self._forgotten += [p.row.row_id for p in out.probes]  # from the next step on
         out.before += self._store_ahead(running)
-        limits = Limits(self.throughput.iteration_ns, self._needs.transient_blocks(running, reserved))
-        tick = self.planner.tick(self._needs, limits)
+        limits = Limits(self.throughput.iteration_ns, self.needs.transient_blocks(running, reserved))
+        self.elastic.review(limits.pages)
+        tick = self.planner.tick(self.needs, limits)
         for request_id in tick.loads:
             record = self.records[request_id]
             blocks = ids(record.blocks)[: self.plan.blocks_for(record.context)]
@@ -198,7 +190,10 @@ class Coordinator:
         most = max(1, int(link / self.plan.block_bytes))
         window = self.settings.window
         spare = len(self.records) * self.plan.blocks_for(window)  # for what is drafting already
-        return self.prestore.step(running, lambda r: self.resident_reason(r) is None, window, spare, most)
+        return self.prestore.step(running, self._stores_ahead, window, spare, most)
+
+    def _stores_ahead(self, request: Request) -> bool:
+        return self.always(request) and self.resident_reason(request) is None
 
     def _draft(self, record: Detached, out: StepPlan) -> None:
         round_ = self.planner.tracks[record.request_id].round
@@ -262,6 +257,8 @@ class Coordinator:
             if self._is_live(verify.record):
                 drafted, accepted = len(verify.drafts), len(sampled[verify.record.request_id]) - 1
                 verify.record.rounds.append((drafted, accepted))
+                verify.record.lengths.observe(drafted, accepted)
+                self.elastic.seen.observe(drafted, accepted)
                 self.stats.telemetry.verified(drafted, accepted)
 
     def digest(self, plan: StepPlan, report: StepReport) -> tuple[list[Detached], list[Detached]]:
@@ -287,9 +284,11 @@ class Coordinator:
             if record.request_id in failed:  # the host copy lacks what this verify added
                 recompute.append(record)
                 self.abandon(record, "write_back_failed")
+            elif record.returning and self._come_back(record):
+                rejoin.append(record)
             elif record.wider is not None and self._compress_anew(record, record.wider):
                 continue
-            elif self._needs.tail_lasts(record) or self._extend_tail(record):
+            elif self.needs.tail_lasts(record) or self._extend_tail(record):
                 self._go_on(record)
             elif not self._compress_anew(record):
                 recompute.append(record)
@@ -323,18 +322,13 @@ class Coordinator:
         record.folded = 0
         record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0
         record.wider, record.rounds_before = None, len(record.rounds)
-        tables = 4 * (head_pages + self.plan.layers * self.plan.kv_heads)  # int32 page ids and counts
-        pages = self.plan.page_format
-        beside = tables + pages.frozen_bytes(self.plan.layers, self.plan.kv_heads)
-        record.compressed_bytes = head_pages * pages.page_bytes + beside
-        if pages.simulated:
-            record.simulated_bytes = head_pages * pages.packed_page_bytes + beside
+        record.compressed_bytes, record.simulated_bytes = self.plan.compressed_bytes(head_pages)
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context)
 
     def _extend_tail(self, record: Detached) -> bool:
         """Near its end a request gets a longer tail rather than a compression that pays for a few tokens."""
-        left = self._needs.output_left(record)
+        left = self.needs.output_left(record)
         return left <= 2 * self.settings.window and self.reserved.extend_tail(
             record, record.context - record.filled_at + left + 1
         )
@@ -345,7 +339,7 @@ class Coordinator:
         record.look_back(self.asked(record.request).config.ratio_limit)
         if strips := self.reserved.fold(record):
             self._folds.append((record.slot, strips))
-        self.planner.verified(record.request_id, record.context, self._needs.draft_limit(record.request_id))
+        self.planner.verified(record.request_id, record.context, self.needs.draft_limit(record.request_id))
 
     def _compress_anew(self, record: Detached, wider: float | None = None) -> bool:
         """The tail is long, or too little is kept: compress the context again while its full KV is on the device."""
@@ -370,20 +364,33 @@ class Coordinator:
             self._release(record)
             summary = record.summary()
         else:
-            reason = self.resident_reason(request) or POOLS_FULL
-            past = self._past.pop(request.request_id, None)
+            reason = self.resident_reason(request) or self.elastic.resident(request.request_id, self.always(request))
+            past = self.past.pop(request.request_id, None)
             summary = past.summary(reason.text) if past else {"mode": "resident", "reason": reason.text}
             if past is None:
                 self.stats.telemetry.count("vericache_fallbacks", label=reason.code)
         self._asked.pop(request.request_id, None)
+        self.elastic.forget(request.request_id)
         return summary
 
+    def _come_back(self, record: Detached) -> bool:
+        """Promotion, right after a verify: its reload is in blocks already, which become vLLM's."""
+        if self.planner.tracks[record.request_id].round is not None or not self.elastic.has_room(record):
+            return False
+        self.blocks.attach(record.request, record.blocks)
+        record.blocks, record.returning, record.since = [], False, self.planner.rings.now
+        self._leave(record, "room")
+        return True
+
     def abandon(self, record: Detached, reason: str) -> None:
-        """The request becomes a plain vLLM row again."""
+        """The request becomes a plain vLLM row again, because something failed."""
+        record.recoveries += 1
+        self._leave(record, reason)
+
+    def _leave(self, record: Detached, reason: str) -> None:
         self.stats.telemetry.count("vericache_promotions", label=reason)
         del self.records[record.request_id]
-        record.recoveries += 1
-        self._past[record.request_id] = record
+        self.past[record.request_id] = record
         self.planner.reside(record.request_id)
         self._release(record)
 

@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 
 from compressors import MethodSpec, Probe
 from scheduler.adaptation import wider_ratio
+from scheduler.draft_length import DraftLength, Fixed
 
 
 @dataclass
@@ -20,6 +21,9 @@ class Detached:
     arena_units: int  # head pages reserved: the compressed context's bound and ``tail_capacity``
     tail_capacity: int  # tokens behind the compressed context that the reservation holds
     host_pages: list[int]
+    lengths: DraftLength = field(default_factory=lambda: Fixed(1))  # the request's own, once it is detached
+    since: int = 0  # iteration in which it left the device, or came back
+    returning: bool = False  # becomes a plain row after its next verify
     stored: int = 0  # leading blocks that were copied to the host while the prompt was computed
     filled_at: int = 0  # context tokens when the slot was filled
     base: int = 0  # where the tail begins: ``filled_at``, and what left it since for packed pages
@@ -88,6 +92,7 @@ class Detached:
             "draft_tokens": sum(k for k, _ in self.rounds),
             "accepted_tokens": accepted,
             # vLLM's convention: the token the verifier adds is counted.
+            "draft_chance": round(self.lengths.chance, 4),
             "acceptance_length": round(1 + accepted / len(self.rounds), 3) if self.rounds else None,
             "drafted_per_round": [k for k, _ in self.rounds],
             "accepted_per_round": [a for _, a in self.rounds],

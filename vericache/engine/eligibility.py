@@ -12,6 +12,8 @@ class Reason(NamedTuple):
     text: str
 
 
+ROOM = Reason("room", "the KV pool had room for it")
+NO_PAY = Reason("no_pay", "drafting would not have paid: the link, or its share of right drafts, was too low")
 POOLS_FULL = Reason("pools_full", "the draft arena, the host store or the KV pool was full")
 
 

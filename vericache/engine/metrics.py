@@ -19,10 +19,11 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 DIRECTIONS = ("to_device", "to_host")
 PROMOTIONS = (
     "cache_reset", "compression_failed", "host_store_full", "no_scratch_blocks", "offload_failed", "reload_failed",
-    "scoring_too_long", "write_back_failed",
+    "room", "scoring_too_long", "write_back_failed",
 )  # fmt: skip
 FALLBACKS = (
-    "bad_option", "failures", "method", "off", "pools_full", "short_output", "short_prompt", "unsupported",
+    "bad_option", "failures", "method", "no_pay", "off", "pools_full", "room", "short_output", "short_prompt",
+    "unsupported",
 )  # fmt: skip
 
 
@@ -58,10 +59,13 @@ METRICS: dict[str, Metric] = {
     "vericache_demotions": Metric("counter", "Requests that left the device to draft."),
     "vericache_recompressions": Metric("counter", "Contexts compressed anew because their tail had grown long."),
     "vericache_promotions": Metric(
-        "counter", "Drafting requests that became plain rows again.", "reason", values=PROMOTIONS
+        "counter",
+        "Drafting requests that became plain rows again: `room` in mode auto, else what failed.",
+        "reason",
+        values=PROMOTIONS,
     ),
     "vericache_fallbacks": Metric("counter", "Requests that never drafted.", "reason", values=FALLBACKS),
-    "vericache_requests": Metric("gauge", "Detached requests by state.", "state"),
+    "vericache_requests": Metric("gauge", "Detached requests by state; `held`: their drafts would not pay.", "state"),
     "vericache_link_ring_ratio": Metric("gauge", "Share of the window's link time that is promised to reloads."),
     "vericache_page_ring_pages": Metric("gauge", "Transient pages promised in the window's fullest iteration."),
     "vericache_host_store_bytes": Metric("gauge", "Host memory that holds full KV."),

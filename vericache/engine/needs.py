@@ -1,15 +1,16 @@
 """What the planner asks about one request (``scheduler.planner.Host``): how far a round may draft, what it costs; and
 the blocks there are for rounds."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from vllm.v1.request import Request
 
 from scheduler.admission import Demand, reload_span
+from scheduler.draft_length import fair
 from scheduler.lifecycle import State
 from scheduler.planner import Planner
+from scheduler.residency import working_pages
 from scheduler.throughput import Throughput
 from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
@@ -28,12 +29,21 @@ class RoundNeeds:
     blocks: DeviceBlocks
     bounds: Bounds
     throughput: Throughput
-    wished: Callable[[Detached], int]  # drafts a round of the request aims at (x)
     tail_tokens: int
     tails: TailSizes
 
     def draft_length(self, request_id: str) -> int:
-        return self.wished(self.records[request_id])
+        record = self.records[request_id]
+        most = self.planner.rings.window - 2
+        return record.lengths.aim(self.bounds.depth, self.fair_length(record.tokens), most)
+
+    def fair_length(self, tokens: int, more: int = 0) -> int:
+        """The shortest round with which link and blocks suffice for all that draft and ``more``, were all as large."""
+        span, link_ns, hold = self._reload(tokens)
+        limits, pages = self.planner.limits, self.plan.blocks_for(tokens)
+        room = max(pages, limits.pages) if limits is not None else pages
+        rows, iteration = len(self.records) + more, self.throughput.iteration_ns
+        return max(span, fair(rows, link_ns / iteration, (span + 1 + hold) * pages / room))
 
     def draft_limit(self, request_id: str) -> int:
         record = self.records[request_id]
@@ -52,7 +62,7 @@ class RoundNeeds:
         """Only where a row's state is on the device: there the draft row finds out by itself which tokens were
         accepted. Never where the result may call for anything else than a round."""
         record = self.records[request_id]
-        if record.wider or self._seen_by_host(record.request):
+        if record.wider or record.returning or self._seen_by_host(record.request):
             return False
         return self.tail_lasts(record) and self.draft_limit(request_id) > 0
 
@@ -82,13 +92,13 @@ class RoundNeeds:
         """Blocks that rounds hold on average while all requests, and those ``joining``, draft, as far as the link lets
         them; at least those of the largest one."""
         tokens = max((*(r.tokens for r in self.records.values()), *(r.num_tokens for r in joining)))
-        span, link_ns, hold = self._reload(tokens)
-        by_link = self.throughput.iteration_ns / max(1, link_ns)
-        # Rounds that begin in an iteration, each of which holds its blocks for ``span + 1 + hold``.
-        rounds = min((len(self.records) + len(joining)) / (draft_length + 1), by_link)
+        return self.working(tokens, len(self.records) + len(joining), draft_length)
+
+    def working(self, tokens: int, rows: float, draft_length: int) -> int:
+        """``working_blocks`` of so many requests, the largest of which has ``tokens`` tokens."""
         window = self.planner.rings.window
         each = self.plan.blocks_for(min(tokens + window, self.bounds.max_model_len))
-        return ceil(each * max(1.0, rounds * (span + 1 + hold)))
+        return working_pages(each, rows, draft_length, self._reload(tokens), self.throughput.iteration_ns)
 
     def transient_blocks(self, running: Iterable[Request], head_blocks: int) -> int:
         """Blocks that transient KV may use: free ones and those rounds hold already, minus what plain rows and
@@ -102,7 +112,8 @@ class RoundNeeds:
 
     def soon(self, request: Request) -> int:
         """Blocks of a plain row within the window."""
-        tokens = max(request.num_prompt_tokens, request.num_tokens + self.planner.rings.window)
+        end = request.num_prompt_tokens + request.max_tokens
+        tokens = max(request.num_prompt_tokens, min(request.num_tokens + self.planner.rings.window, end))
         return self.plan.blocks_for(min(tokens, self.bounds.max_model_len))
 
     def _reload(self, tokens: int) -> tuple[int, int, int]:

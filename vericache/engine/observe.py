@@ -104,8 +104,9 @@ def gauges(coordinator: "Coordinator") -> dict[str, dict[str, float]]:
     rings, plan, throughput = coordinator.planner.rings, coordinator.plan, coordinator.throughput
     host, arena = coordinator.reserved.host, coordinator.reserved.arena
     states = dict.fromkeys((s.name.lower() for s in State if s not in (State.RESIDENT, State.FINISHED)), 0)
+    states["held"] = 0  # waiting, because their drafts would not pay
     for track in coordinator.planner.tracks.values():
-        states[track.state.name.lower()] += 1
+        states["held" if track.held else track.state.name.lower()] += 1
     single = {
         "vericache_link_capacity_bytes_per_second": throughput.bandwidth.value,
         "vericache_iteration_seconds": throughput.iteration.value,
@@ -130,7 +131,7 @@ def snapshot(coordinator: "Coordinator") -> dict[str, Any]:
         requests.append(
             {
                 "id": request_id,
-                "state": track.state.name.lower(),
+                "state": "held" if track.held else track.state.name.lower(),
                 "prompt_tokens": record.request.num_prompt_tokens,
                 "output_tokens": record.request.num_output_tokens,
                 "verify_in": None if booking is None else booking.verify_at - planner.rings.now,

@@ -138,15 +138,16 @@ class VeriCacheScheduler(AsyncScheduler):
         return output
 
     def _make_plan(self) -> StepPlan:
-        for request in list(self.running):
-            # Everything known so far is scheduled: the next row would be a decode row.
-            ready = not request.is_prefill_chunk and request.num_computed_tokens >= request.num_prompt_tokens
-            if ready and self.coordinator.resident_reason(request) is None and self.coordinator.detach(request):
-                self.running.remove(request)
         taken = len(self.running) + self.num_waiting_for_streaming_input + len(self.coordinator.records)
         seats = min(MOST_STARTS, max(0, self._seats - taken))
         waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), seats))
-        self._starting = self.coordinator.may_start(waiting, self.running)
+        # Everything known so far is scheduled: the next row would be a decode row.
+        ready = (r for r in self.running if not r.is_prefill_chunk and r.num_computed_tokens >= r.num_prompt_tokens)
+        elastic = self.coordinator.elastic
+        for request in elastic.leaving(ready, self.running, waiting[0] if waiting else None):
+            if self.coordinator.detach(request):
+                self.running.remove(request)
+        self._starting = elastic.may_start(waiting, self.running)
         blocks = self.coordinator.plan.blocks_for(waiting[0].num_tokens) if self._starting else 0
         plan = self.coordinator.step(self.running, blocks)
         self.running.extend(record.request for record in plan.rejoin)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler import byte_model as model
-from scheduler.advice import Choice, Workload, modes, recommend
+from scheduler.advice import Choice, Workload, best_arena, modes, recommend
 from scheduler.byte_model import Machine, Prediction, Rounds
 from scheduler.remote_model import Remote, remote
 from vericache.config import VeriCacheConfig
@@ -48,6 +48,7 @@ def report(question: Question) -> dict[str, Any]:
         "link_limit_tokens_per_cycle": model.link_limit(machine, load),
         **_staggered(question, found.get("staggered"), base),
         "modes": {name: _mode(p, base, name, question.largest) for name, p in found.items()},
+        "auto": _auto(question, base),
         "recommended": _choice(recommend(machine, work), base, question),
         **({} if question.remote is None else {"remote": _remote(question, question.remote)}),
     }
@@ -68,6 +69,18 @@ def _staggered(question: Question, found: Prediction | None, base: Prediction) -
         "c_star": model.balance(machine, load, x, found.rows),
         "least_draft_length": model.least_drafts(machine, load, found.rows),
         "break_even_acceptance": (model.break_even(found, x, base.tokens_per_s) - 1) / x,
+    }
+
+
+def _auto(question: Question, base: Prediction) -> dict[str, Any]:
+    """Mode auto under load, with the arena that is best for it; none where it should be off."""
+    arena, found = best_arena(question.machine, question.work, question.ratio, question.drafts)
+    return {
+        "arena_fraction": arena,
+        "rows": found.rows,
+        "tokens_per_s": found.tokens_per_s,
+        "speedup": found.tokens_per_s / base.tokens_per_s,
+        "settings": {"mode": "auto", "arena_fraction": arena} if arena else {"mode": "off"},
     }
 
 
@@ -104,6 +117,7 @@ def _choice(choice: Choice, base: Prediction, question: Question) -> dict[str, A
     load = question.work.load(choice.ratio)
     share = choice.prediction.rows * load.kept / (question.machine.memory - load.weights)
     wanted = {
+        "mode": "draft",
         "ratio": choice.ratio,
         "draft_length": choice.drafts,
         "arena_fraction": min(0.99, math.ceil(100 * share) / 100),

@@ -33,6 +33,13 @@ def show(found: dict[str, Any], console: Console) -> None:
         ]
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
     console.print(_modes(found["modes"]))
+    auto = found["auto"]
+    if auto["arena_fraction"]:
+        console.print(
+            f"mode auto    {auto['speedup']:.2f} of plain vLLM under load with arena_fraction "
+            f"{auto['arena_fraction']:g}, plain vLLM until memory is short",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     console.print(_advice(found["recommended"]), highlight=False, soft_wrap=True)
     if "remote" in found:
         console.print(_remote(found["remote"]), highlight=False, soft_wrap=True)

@@ -19,6 +19,8 @@ FLAGS = {
     "--served-model-name": "demo",
     "--shutdown-timeout": 30,
     "--tool-call-parser": "xlam",  # one that loses arguments in deltas of many tokens
+    "--vericache-mode": "draft",
+    "--vericache-draft-policy": "fixed",
     "--vericache-min-prompt-tokens": 150,
     "--vericache-compressor": "snapkv",
     "--vericache-draft-length": 8,

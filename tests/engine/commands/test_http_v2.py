@@ -26,6 +26,8 @@ FLAGS = {
     "--max-num-batched-tokens": 256,
     "--kv-cache-memory-bytes": 64 << 20,
     "--served-model-name": "demo",
+    "--vericache-mode": "draft",
+    "--vericache-draft-policy": "fixed",
     "--vericache-min-prompt-tokens": 40,
     "--vericache-compressor": "streaming_llm",
     "--vericache-counts": "uniform",

@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, SamplerOutput
@@ -74,6 +75,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
         (Scheduler.reset_prefix_cache, ["self", "reset_running_requests", "reset_connector"]),
         (KVCacheManager.pop_blocks_for_free, ["self", "request"]),
         (KVCacheManager.get_block_ids, ["self", "request_id"]),
+        (SingleTypeKVCacheManager.pop_blocks_for_free, ["self", "request_id"]),
         (BlockPool.get_new_blocks, ["self", "num_blocks"]),
         (BlockPool.free_blocks, ["self", "ordered_blocks"]),
         (GPUModelRunner._prepare_inputs, ["self", "scheduler_output", "num_scheduled_tokens"]),
@@ -109,6 +111,14 @@ def test_rows_can_be_added_when_the_connector_builds_its_metadata() -> None:
         text.index(s) for s in ("SchedulerOutput(", "_build_kv_connector_meta(", "self._update_after_schedule(")
     )
     assert made < meta < books
+
+
+def test_a_request_has_blocks_and_a_count_of_cached_ones() -> None:
+    """What ``DeviceBlocks.attach`` puts back is what this takes; blocks behind the count get their hashes."""
+    text = source(SingleTypeKVCacheManager.pop_blocks_for_free)
+    assert "self.req_to_blocks.pop(request_id" in text
+    assert "self.num_cached_block.pop(request_id" in text
+    assert "self.num_cached_block.get(request.request_id, 0)" in source(SingleTypeKVCacheManager.cache_blocks)
 
 
 def test_unknown_rows_are_skipped_in_the_output() -> None:

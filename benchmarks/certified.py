@@ -1,0 +1,178 @@
+"""Certified decode, measured without an engine: ``python -m benchmarks.certified PART ...``, on the bundled model and
+real queries. Every part adds to one JSON file in docs/results/ and draws the table and the picture anew.
+
+* ``decisions``: how often a query's error exceeds epsilon, and what had to be fetched, with a perfect sketch and with
+  the 2-bit one within 0, 1 and 2 standard deviations.
+* ``budget``: the error of attention from what is kept alone, sampled and top-k, at equal budget.
+* ``quality``: answers to generated retrieval questions (``benchmarks.certified_tasks``).
+
+Contexts, KVzip's scores and the queries of decoding steps are recorded once, into ``--records``.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.certified_model import Model, recorded
+from benchmarks.certified_quality import quality
+from benchmarks.certified_run import DELTA, EPSILONS, budget_errors, decisions
+from benchmarks.certified_tasks import KINDS
+from benchmarks.report import RESULTS, figure, machine, save, table
+
+NAME = "certified"
+SKETCHES = (("perfect", 0.0), ("per_channel2", 0.0), ("per_channel2", 1.0), ("per_channel2", 2.0))
+BUDGETS = (8, 16, 32)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=["decisions", "budget", "quality", []])
+    parser.add_argument("--records", type=Path, default=Path("out/certified"))
+    parser.add_argument("--prompts", nargs="+", default=["find_needle", "continue_code", "summarise", "extract_json"])
+    parser.add_argument("--steps", type=int, default=5, help="decoding steps of each prompt")
+    parser.add_argument("--every", type=int, default=1, help="of so many layers one")
+    parser.add_argument("--draws", type=int, default=8, help="samples of each step")
+    parser.add_argument("--compression", type=int, default=16, help="decisions, quality: context over what is kept")
+    parser.add_argument("--sketches", nargs="+", type=int, default=range(len(SKETCHES)), help="decisions: which")
+    parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--contexts", type=int, default=1, help="quality: contexts of each kind")
+    parser.add_argument("--tokens", type=int, default=2048, help="quality: tokens of a context")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    file = args.out / f"{NAME}.json"
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    result |= {"machine": machine(), "date": str(date.today()), "delta": DELTA}
+    model = cache(Model)
+    for part in args.parts:
+        PARTS[part](result, args, model)
+    render(result, args.out)
+
+
+def _decisions(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
+    prompts = recorded(args.records, args.prompts, args.every, model)
+    rows = result.setdefault("decisions", {})
+    for sketch, z in (SKETCHES[i] for i in args.sketches):
+        for eps in args.epsilons:
+            row = decisions(prompts, 1 / args.compression, sketch, z, eps, args.steps, args.draws)
+            key = f"{sketch} {z:g} {eps:g}"
+            about = {"sketch": sketch, "z": z, "eps": eps, "compression": args.compression}
+            about |= {"prompts": list(prompts), "layers": len(next(iter(prompts.values())).context.scores)}
+            rows[key] = about | row
+            print(key, row, flush=True)
+            render(result, args.out)
+
+
+def _budget(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
+    prompts = recorded(args.records, args.prompts, args.every, model)
+    result["budget"] = {
+        str(n): {"prompts": list(prompts), "every": args.every, "methods": budget_errors(prompts, 1 / n, args.steps, 2)}
+        for n in BUDGETS
+    }
+
+
+def _quality(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
+    for kind in args.kinds:
+        found = quality(model(), kind, args.tokens, args.contexts, 1 / args.compression, 0.05, 1.0)
+        result.setdefault("quality", {})[kind] = {"compression": args.compression, "eps": 0.05, **found}
+        print(kind, found, flush=True)
+        render(result, args.out)
+
+
+PARTS = {"decisions": _decisions, "budget": _budget, "quality": _quality}
+
+
+def render(result: dict[str, Any], out: Path) -> None:
+    lines = [
+        "# Certified decode",
+        "",
+        f"`python -m benchmarks.certified`, {result['date']}, {result['machine']}.",
+        "SmolLM2-135M-Instruct in float32, KVzip's scores, the same number of tokens in every head;",
+        f"delta = {result['delta']}. What it means: [docs/certified.md](../certified.md).",
+        "",
+    ]
+    for title, part in (("Decisions", _decision_lines), ("Equal budget", _budget_lines), ("Quality", _quality_lines)):
+        if found := result.get(title.split()[-1].lower()):
+            lines += [f"## {title}", "", *part(found), ""]
+    if rows := list(result.get("decisions", {}).values()):
+        with figure(out / f"{NAME}.png", 9, 4) as (_, axes):
+            for sketch, z in SKETCHES:
+                mine = sorted((r for r in rows if (r["sketch"], r["z"]) == (sketch, z)), key=lambda r: r["eps"])
+                if mine:
+                    label = sketch if sketch == "perfect" else f"2-bit, z = {z:g}"
+                    axes.plot([r["eps"] for r in mine], [100 * r["fetched"] for r in mine], marker="o", label=label)
+            axes.set(xscale="log", xlabel="epsilon", ylabel="% of the context fetched", title="What decisions fetch")
+            axes.legend()
+        lines += [f"![Share of the context that decisions fetch, over epsilon]({NAME}.png)", ""]
+    save(out, NAME, result, "\n".join(lines))
+
+
+def _decision_lines(rows: dict[str, Any]) -> list[str]:
+    some = next(iter(rows.values()))
+    header = (
+        "sketch", "z", "epsilon", "decisions", "failed", "worst layer", "fetching", "fetched",
+        "of those that fetch", "all tokens", "output error",
+    )  # fmt: skip
+    ordered = sorted(rows.values(), key=lambda r: (r["sketch"] != "perfect", r["z"], r["eps"]))
+    found = [
+        [
+            r["sketch"], f"{r['z']:g}", f"{r['eps']:g}", f"{r['decisions']:,}",
+            *(f"{100 * r[name]:.2f} %" for name in ("failed", "worst_layer")),
+            *(f"{100 * r[name]:.1f} %" for name in ("fetching", "fetched", "fetched_when_fetching", "fallback")),
+            f"{r['output']:.4f}",
+        ]
+        for r in ordered
+    ]  # fmt: skip
+    return [
+        f"{some['compression']}x; prompts {', '.join(some['prompts'])}; {some['layers']} of 30 layers;",
+        f"{some['queries']:,} queries, {some['decisions'] // some['queries']} samples each.",
+        "Failed: a query's denominator is off by more than epsilon, of all queries and samples. Fetching, and all",
+        "tokens (more than half was needed): of (step, layer, KV head). Fetched: share of the context per KV head, the",
+        "union over its 3 queries. Output error: of the attention's output, mean.",
+        "",
+        *table(header, found),
+    ]
+
+
+def _budget_lines(budgets: dict[str, Any]) -> list[str]:
+    names = list(next(iter(budgets.values()))["methods"])
+    rows = [
+        [name, *(f"{b['methods'][name]['mean']:.3f} / {b['methods'][name]['p95']:.3f}" for b in budgets.values())]
+        for name in names
+    ]
+    ratios = [
+        ["shrinkage (sketch) over top-k"]
+        + [f"{b['methods'][names[-1]]['mean'] / b['methods']['top-k']['mean']:.2f}" for b in budgets.values()]
+    ]
+    return [
+        "Relative error of the attention's output from what is kept alone, mean / 95th percentile over queries.",
+        "",
+        *table(["method", *(f"{n}x" for n in budgets)], rows + ratios),
+    ]
+
+
+def _quality_lines(kinds: dict[str, Any]) -> list[str]:
+    names = list(next(iter(kinds.values()))["methods"])
+    rows = []
+    for kind, found in kinds.items():
+        cells = [f"{100 * found['methods'][n]['right']:.0f} % / {found['methods'][n]['logprob']:.2f}" for n in names]
+        rows.append([kind, found["tokens"], found["questions"], *cells, f"{100 * found['fetched']:.0f} %"])
+    some = next(iter(kinds.values()))
+    return [
+        f"Whole answers that are right / log probability of the right answer's tokens, at {some['compression']}x,",
+        f"certified with epsilon {some['eps']:g}. The context is compressed before a question is known.",
+        "",
+        *table(["task", "tokens", "questions", *names, "fetched"], rows),
+    ]
+
+
+if __name__ == "__main__":
+    main()

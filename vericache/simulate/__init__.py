@@ -1,0 +1,1 @@
+"""``vericache simulate``: the scheduler's own code on a modelled GPU and link."""
