@@ -28,7 +28,6 @@ from vericache.demo import model, prompts
 
 INTERVAL = 20  # seconds that a rate looks back
 STEP = 2  # seconds between two points
-PAUSE = 45  # seconds without traffic
 COLUMNS = 4
 UNITS = {"percentunit": "share", "ops": "per second", "s": "seconds", "Bps": "bytes per second", "short": ""}
 
@@ -54,7 +53,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for _ in range(2):
                     with Progress(console=console) as progress:
                         asyncio.run(soak(server.url, texts, args, progress))
-                    time.sleep(PAUSE)
+                    time.sleep(args.pause)
                 found = {uid: list(shown(prometheus, uid, began, time.time())) for uid in DASHBOARDS}
             finally:
                 prometheus.close()
@@ -138,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=60, help="before and after the pause, each")
     parser.add_argument("--concurrency", type=int, default=6)
+    parser.add_argument("--pause", type=int, default=45, help="seconds without traffic after each half")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="a model folder instead of the bundled model")
     parser.add_argument("--out", type=Path, default=RESULTS)
