@@ -190,10 +190,9 @@ class Coordinator:
         most = max(1, int(link / self.plan.block_bytes))
         window = self.settings.window
         spare = len(self.records) * self.plan.blocks_for(window)  # for what is drafting already
-        return self.prestore.step(running, self._stores_ahead, window, spare, most)
-
-    def _stores_ahead(self, request: Request) -> bool:
-        return self.always(request) and self.resident_reason(request) is None
+        return self.prestore.step(
+            running, lambda r: self.always(r) and self.resident_reason(r) is None, window, spare, most
+        )
 
     def _draft(self, record: Detached, out: StepPlan) -> None:
         round_ = self.planner.tracks[record.request_id].round
