@@ -143,12 +143,23 @@ def demote(engine: Harness, count: int) -> None:
     elastic.leaving = forced
 
 
-@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32 - 1), ahead=st.booleans())
 def test_any_mix_of_moves_leaves_the_output_alone(
-    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], seed: int, ahead: bool
+    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]
 ) -> None:
     """Demotions and promotions at random moments, aborts, an arena that is full for a while."""
+    moved = []
+
+    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(seed=st.integers(0, 2**32 - 1), ahead=st.booleans())
+    def run_one(seed: int, ahead: bool) -> None:
+        moved.append(any_mix(engine, texts, stock, seed, ahead))
+
+    run_one()
+    assert sum(moved) > len(moved)  # of a single one the arena may have been full all the time
+
+
+def any_mix(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], seed: int, ahead: bool) -> int:
+    """Returns how many times a request was demoted."""
     engine.configure(**AUTO)
     rng, names = random.Random(seed), random.Random(seed).sample(list(texts), 4)
     coordinator, arena = engine.coordinator, engine.coordinator.reserved.arena
@@ -191,10 +202,10 @@ def test_any_mix_of_moves_leaves_the_output_alone(
                 break
         arena.release(lent)
     del elastic.leaving, elastic.review, coordinator.detach
-    assert detached or len(aborted) == len(names)
     for name in set(names) - aborted:
         assert list(done[name].outputs[0].token_ids) == stock[name], (name, summaries([done[name]]))
     engine.assert_at_rest()
+    return len(detached)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
