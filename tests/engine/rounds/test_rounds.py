@@ -26,7 +26,7 @@ def reference(folder: Path) -> Reference:
 def test_rounds_equal_the_prediction(
     engine: Harness, reference: Reference, texts: dict[str, list[int]], compressor: str, counts: str
 ) -> None:
-    names = ["continue_code", "continue_prose", "summarise"]
+    names = ["continue_code", "continue_prose", "summarise"][: 3 if compressor in ("kvzip", "snapkv") else 1]
     options = {"chunk": 100} if "chunk" in METHODS[compressor].options else {}
     engine.configure(compressor=compressor, counts=counts, draft_length=12, compressor_options=options)
     params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
