@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.acceptance_engine import LOOPS_BELOW
 from benchmarks.acceptance_grid import Method
 from benchmarks.report import RESULTS, figure, machine, save, table
 from compressors import Kept
@@ -96,15 +95,12 @@ def point(line: dict[str, Any]) -> tuple[str, str, str, float]:
 def measured(run: "Run", name: str, method: Method, ratio: float, kept: Mapping[str, Kept]) -> dict[str, Any]:
     """One point: all prompts in one format."""
     found = run.packed_rounds(kept, run.packing(name, PAGE, RECENT))
-    shares = run.header["outputs"][str(0.0)]
-    prompts = {p: {"accepted": rounds, "loops": shares[p] < LOOPS_BELOW} for p, rounds in found.items()}
-    accepted = [a for p in prompts.values() if not p["loops"] for a in p["accepted"]]
+    prompts = {p: {"accepted": rounds, "loops": run.loops(p)} for p, rounds in found.items()}
     sizes = [size(name, kept[p], len(run.prompts[p]), run.head_dim) for p in kept]
     return {
         "format": name, "compressor": method.compressor, "counts": method.counts, "ratio": ratio,
-        "simulated": name in SIMULATED, "size": round(sum(sizes) / len(sizes), 4),
-        "accepted": round(sum(accepted) / len(accepted), 2), "rounds": len(accepted), "min": min(accepted),
-        "max": max(accepted), "prompts": prompts,
+        "simulated": name in SIMULATED, "size": round(sum(sizes) / len(sizes), 4), **run.pooled(found),
+        "prompts": prompts,
     }  # fmt: skip
 
 
@@ -113,9 +109,7 @@ def size(name: str, kept: Kept, context: int, head_dim: int) -> float:
     what packed ones would take."""
     form = page_format(name, PAGE, head_dim, torch.bfloat16)
     layers, heads = kept.counts.shape
-    pages = int(pages_per_head(kept.counts, PAGE).sum())
-    table_entry = 4
-    held = pages * (form.packed_page_bytes + table_entry) + kept.counts.int().nbytes + form.frozen_bytes(layers, heads)
+    _, held = form.slot_bytes(int(pages_per_head(kept.counts, PAGE).sum()), layers, heads)
     return held / (layers * heads * context * head_dim * 2 * torch.bfloat16.itemsize)
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from vllm import SamplingParams
 
-from benchmarks.acceptance_engine import distinct_4_grams
+from benchmarks.acceptance_engine import LOOPS_BELOW, distinct_4_grams
 from benchmarks.acceptance_grid import FULL, Method
 from benchmarks.engine import LiveEngine, summaries, tokens
 from compressors import Compressor, Kept, MethodSpec, Scorer, Shape
@@ -250,6 +250,16 @@ class Run:
             rounds = self._rounds(name, kept[name], 0.0, packing)
             (found[name],) = run(self.reference, [(rounds, rounds.whole(self.drafts[0]))])
         return found
+
+    def loops(self, name: str) -> bool:
+        """Whether the prompt's greedy output says the same again and again."""
+        return distinct_4_grams(self.outputs(0.0)[name]) < LOOPS_BELOW
+
+    def pooled(self, found: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        """The accepted drafts of ``packed_rounds``, of outputs that do not loop: mean, number, least and most."""
+        accepted = [a for name, rounds in found.items() if not self.loops(name) for a in rounds]
+        mean = round(sum(accepted) / len(accepted), 2)
+        return {"accepted": mean, "rounds": len(accepted), "min": min(accepted), "max": max(accepted)}
 
     def distribution(self, name: str, kept: Kept, packing: Packing) -> Tensor:
         """Logarithms of the drafter's probabilities of what follows each output token: float32 ``[tokens, vocab]``, one

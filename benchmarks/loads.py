@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.report import command, figure, machine, save, table
 from scheduler.acceptance import chance_of
 from scheduler.byte_model import Machine
-from scheduler.simulator import Setup
+from scheduler.simulated import Setup
 from scheduler.workload import Shape
 from vericache.simulate.command import full_rows
 from vericache.simulate.show import curves

@@ -25,7 +25,6 @@ from rich.progress import track
 from torch import Tensor
 from transformers import DynamicCache
 
-from benchmarks.acceptance_engine import LOOPS_BELOW
 from benchmarks.acceptance_grid import Method
 from benchmarks.report import RESULTS, figure, machine, save, table
 from compressors import Kept
@@ -78,15 +77,11 @@ def mixed(widths: Widths) -> Mixed:
 
 
 def everywhere(key_bits: int, value_bits: int) -> Widths:
-    return by_layer([(key_bits, value_bits)] * 1024)
+    return lambda layer, head, where: (torch.full_like(where, key_bits), torch.full_like(where, value_bits))
 
 
 def by_layer(bits: Sequence[tuple[int, int]]) -> Widths:
-    def widths(layer: int, head: int, where: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = bits[layer]
-        return torch.full_like(where, keys), torch.full_like(where, values)
-
-    return widths
+    return lambda layer, head, where: everywhere(*bits[layer])(layer, head, where)
 
 
 def by_token(bits: Tensor) -> Widths:
@@ -173,14 +168,10 @@ def point(
     run: "Run", kept: Mapping[str, Kept], kind: str, label: str, bits: float, widths: Mapping[str, Widths]
 ) -> dict[str, Any]:
     found = {n: run.packed_rounds({n: kept[n]}, mixed(widths[n]))[n] for n in kept}
-    shares = run.header["outputs"][str(0.0)]
-    accepted = [a for n, rounds in found.items() if shares[n] >= LOOPS_BELOW for a in rounds]
     share = sum(len(k.positions) / (k.counts.numel() * len(run.prompts[n])) for n, k in kept.items()) / len(kept)
     return {
         "kind": kind, "widths": label, "kept": round(share, 4), "bits": round(bits, 2),
-        "size": round(share * (bits + SCALE_BITS / run.head_dim) / 16, 4),
-        "accepted": round(sum(accepted) / len(accepted), 2), "min": min(accepted), "max": max(accepted),
-        "rounds": len(accepted), "prompts": found,
+        "size": round(share * (bits + SCALE_BITS / run.head_dim) / 16, 4), **run.pooled(found), "prompts": found,
     }  # fmt: skip
 
 

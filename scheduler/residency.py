@@ -5,13 +5,16 @@ fraction of it, yields a share of a token (``gain``) and needs the link. The lin
 only: whoever fits stays a plain row, and nobody is demoted unless the engine makes more tokens by it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 
+from scheduler.acceptance import accepted
+
 WORTH = 0.25  # of a plain row's tokens: what a demotion must add to be made
 ROUNDS = 4  # that must have gone before a request is judged by its own drafts
+PATIENCE = 8  # iterations before the policy is asked again after it found nobody to demote
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class Candidate:
     since: int
     drafts: int
     kept: float
+
+
+def gain(chance: float, drafts: int) -> float:
+    """``Candidate.gain`` of rounds of ``drafts`` tokens, each right with ``chance``."""
+    return (1 + accepted(chance, drafts)) / (drafts + 1)
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,18 @@ class Residency:
             if room < working(-len(found) - 1, 0):
                 break
             found.append(one)
+        return found
+
+    def unpaid(self, rows: Iterable[tuple[Candidate, int]], held: Container[str], mix: Mix, pace: Pace) -> set[str]:
+        """Which of the detached ``rows``, each with the rounds it has had, should draft no more. ``mix`` is without
+        those that are ``held`` already. One after the other: who is held leaves the link to the next."""
+        found: set[str] = set()
+        for one, rounds in rows:
+            if rounds < ROUNDS or self.pays(one, mix, pace):
+                continue
+            if one.request_id not in held:
+                mix = mix.drafting([one], -1)
+            found.add(one.request_id)
         return found
 
     def pays(self, one: Candidate, mix: Mix, pace: Pace) -> bool:

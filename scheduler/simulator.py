@@ -9,103 +9,15 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
 
-from scheduler.acceptance import accepted
 from scheduler.admission import Demand, Limits, LockStep, Staggered, reload_span
-from scheduler.byte_model import Machine
-from scheduler.draft_length import POLICIES, DraftLength, Estimate, fair
+from scheduler.draft_length import POLICIES, Estimate, fair
 from scheduler.lifecycle import State
 from scheduler.planner import Planner
-from scheduler.residency import ROUNDS, Candidate, Mix, Pace, Residency, working_pages
+from scheduler.residency import PATIENCE, Candidate, Mix, Pace, Residency, gain, working_pages
+from scheduler.simulated import PAGE, Row, Setup, Tally, pages
 from scheduler.throughput import Throughput
 from scheduler.workload import Job
-
-PAGE = 16  # tokens
-MODES = ("plain", "lockstep", "staggered", "auto")
-PATIENCE = 8  # iterations before the residency policy is asked again after it found nothing
-
-
-@dataclass(frozen=True)
-class Setup:
-    """``mode``: of MODES; ``lockstep`` and ``staggered`` always draft. ``weights`` in bytes, ``token`` bytes of one
-    token's KV; ``ratio`` of the context is kept, ``packed`` of a token's bytes in the arena, which has ``arena`` of the
-    memory beside the weights."""
-
-    machine: Machine
-    mode: str
-    weights: float
-    token: float
-    ratio: float = 0.25
-    packed: float = 1.0
-    arena: float = 0.5
-    draft_length: int = 25
-    draft_policy: str = "ema"
-    window: int = 64
-    verify_tokens: int = 300
-    tail_tokens: int = 512
-    seats: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES or self.draft_policy not in POLICIES:
-            raise ValueError(f"expected a mode of {MODES} and a draft policy of {tuple(POLICIES)}, got {self}")
-
-    @property
-    def pages(self) -> int:
-        """Pages of full KV."""
-        share = 1.0 if self.mode == "plain" else 1 - self.arena
-        return int(share * (self.machine.memory - self.weights) / self.page_bytes)
-
-    @property
-    def page_bytes(self) -> float:
-        return self.token * PAGE
-
-
-@dataclass
-class Row:
-    """One request in the engine. ``made`` tokens of output; of a detached one what it keeps, and its drafts."""
-
-    job: Job
-    lengths: DraftLength
-    made: int = 0
-    since: int = -(10**9)
-    kept: float = 0.0  # bytes in the arena
-    reserved: float = 0.0
-    filled: int = 0  # context when it was compressed
-    leaves_at: float = 0.0  # when its demotion is done
-    loaded_at: float = 0.0
-    pages: int = 0  # transient
-    rounds: int = 0
-    returning: bool = False
-
-    @property
-    def context(self) -> int:
-        return self.job.prompt + self.made
-
-    @property
-    def left(self) -> int:
-        return self.job.output - self.made
-
-
-@dataclass
-class Tally:
-    """What happened, from ``clear`` on."""
-
-    seconds: float = 0.0
-    iterations: int = 0
-    tokens: int = 0
-    reloads: int = 0
-    drafted: int = 0
-    right: int = 0
-    demotions: int = 0
-    promotions: int = 0
-    preemptions: int = 0
-    held: int = 0  # iterations x requests in which drafting would not have paid
-    link: float = 0.0  # seconds the link was busy towards the device
-    waited: float = 0.0  # seconds that iterations waited for reloads
-    rows: float = 0.0  # plain rows, summed over iterations
-    drafting: float = 0.0
-    peak_pages: int = 0
 
 
 @dataclass
@@ -429,13 +341,11 @@ class Engine:
         now = self.planner.rings.now
         tracks = self.planner.tracks
         if self.out and now % self.setup.window == 0:
-            mix, pace = self._mix(), self._pace()
+            held = {name for name in self.out if tracks[name].held}
+            rows = ((self._candidate(row), row.rounds) for row in self.out.values())
+            unpaid = self.residency.unpaid(rows, held, self._mix(), self._pace())
             for name, row in self.out.items():
-                one = self._candidate(row)
-                pays = row.rounds < ROUNDS or self.residency.pays(one, mix, pace)
-                if not pays and not tracks[name].held:
-                    mix = mix.drafting([one], -1)
-                tracks[name].held = not pays and not row.returning
+                tracks[name].held = name in unpaid and not row.returning
         self.tally.held += sum(tracks[name].held for name in self.out)
         if self._head or not self.out or any(r.returning for r in self.out.values()):
             return
@@ -457,8 +367,7 @@ class Engine:
             x = min(max(self.setup.draft_length, self._fair(row.context, 1)), self.setup.window - 2)
         chance = row.lengths.chance if row.rounds else self.seen.chance
         kept = (row.kept or self._kept(row)) / self.setup.page_bytes
-        gain = (1 + accepted(chance, x)) / (x + 1)
-        return Candidate(name, pages(row.context + 1), gain, row.left, row.since, x, kept)
+        return Candidate(name, pages(row.context + 1), gain(chance, x), row.left, row.since, x, kept)
 
     def _mix(self) -> Mix:
         tracks = self.planner.tracks
@@ -481,13 +390,3 @@ class Engine:
             letters[name] = "L" if self.planner.tracks[name].state is State.LOADING else "D"
         letters |= dict.fromkeys(verifies, "V")
         self.trace.append(letters)
-
-
-def pages(tokens: int) -> int:
-    return -(-tokens // PAGE)
-
-
-def names() -> Callable[[], str]:
-    """New names for the requests of a closed loop."""
-    numbers = count()
-    return lambda: f"r{next(numbers)}"

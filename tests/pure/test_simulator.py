@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from scheduler.byte_model import Load as Bytes
 from scheduler.byte_model import Machine, plain
-from scheduler.simulator import Engine, Setup
+from scheduler.simulated import Setup
+from scheduler.simulator import Engine
 from scheduler.workload import Job, Shape, poisson, trace
 from vericache.simulate.study import Load, Study, variants, with_arena
 

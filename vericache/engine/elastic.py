@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
-from scheduler.acceptance import accepted
 from scheduler.draft_length import Estimate
 from scheduler.lifecycle import State
-from scheduler.residency import ROUNDS, Candidate, Mix, Pace, Residency
+from scheduler.residency import PATIENCE, Candidate, Mix, Pace, Residency, gain
 from vericache.engine.detached import Detached
 from vericache.engine.eligibility import NO_PAY, POOLS_FULL, ROOM, Reason
 
 if TYPE_CHECKING:
     from vericache.engine.coordinator import Coordinator
-
-PATIENCE = 8  # iterations before the policy is asked again after it found nothing
 
 
 class Elastic:
@@ -124,16 +121,14 @@ class Elastic:
         record.returning = self._room - self._coordinator.needs.soon(record.request) >= self._working(-1)
         return record.returning
 
-    def _judge(self, own: Iterable[Detached]) -> None:
+    def _judge(self, own: Sequence[Detached]) -> None:
         """Hold those whose rounds would not pay, until there is room for them or it looks otherwise."""
-        found = self._coordinator
-        mix, pace = self._mix(()), self._pace()
+        tracks = self._coordinator.planner.tracks
+        held = {r.request_id for r in own if tracks[r.request_id].held}
+        rows = ((self._detached(record), len(record.rounds)) for record in own)
+        unpaid = self.policy.unpaid(rows, held, self._mix(()), self._pace())
         for record in own:
-            track = found.planner.tracks[record.request_id]
-            pays = len(record.rounds) < ROUNDS or self.policy.pays(self._detached(record), mix, pace)
-            if not pays and not track.held:
-                mix = mix.drafting([self._detached(record)], -1)
-            track.held = not pays and not record.returning
+            tracks[record.request_id].held = record.request_id in unpaid and not record.returning
 
     def resident(self, request_id: str, always: bool) -> Reason:
         """Why a request that may draft ended as a plain row."""
@@ -156,15 +151,14 @@ class Elastic:
         left = request.max_tokens - request.num_output_tokens
         since = past.since if past is not None else -found.settings.window
         kept = pages * found.asked(request).config.ratio * found.plan.packed_share
-        return Candidate(request.request_id, pages, (1 + accepted(chance, x)) / (x + 1), left, since, x, kept)
+        return Candidate(request.request_id, pages, gain(chance, x), left, since, x, kept)
 
     def _detached(self, record: Detached) -> Candidate:
         found = self._coordinator
         x = found.needs.draft_length(record.request_id)
-        gain = (1 + accepted(record.lengths.chance, x)) / (x + 1)
         pages, left = found.plan.blocks_for(record.tokens), found.needs.output_left(record)
         kept = record.compressed_bytes / found.plan.block_bytes
-        return Candidate(record.request_id, pages, gain, left, record.since, x, kept)
+        return Candidate(record.request_id, pages, gain(record.lengths.chance, x), left, record.since, x, kept)
 
     def _mix(self, running: Sequence[Request]) -> Mix:
         tracks = self._coordinator.planner.tracks

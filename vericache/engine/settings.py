@@ -71,11 +71,8 @@ class MemoryPlan:
     def compressed_bytes(self, head_pages: int) -> tuple[int, int | None]:
         """Of a compressed context: its pages, their tables and counts; and where pages are simulated, what they would
         take if they were packed."""
-        tables = 4 * (head_pages + self.layers * self.kv_heads)  # int32 page ids and counts
-        pages = self.page_format
-        beside = tables + pages.frozen_bytes(self.layers, self.kv_heads)
-        packed = head_pages * pages.packed_page_bytes + beside if pages.simulated else None
-        return head_pages * pages.page_bytes + beside, packed
+        held, packed = self.page_format.slot_bytes(head_pages, self.layers, self.kv_heads)
+        return held, packed if self.page_format.simulated else None
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)

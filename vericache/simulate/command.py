@@ -10,17 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scheduler.acceptance import chance_of
-from scheduler.byte_model import Machine
 from scheduler.draft_length import POLICIES
-from scheduler.simulator import PAGE, Setup
+from scheduler.simulated import PAGE, Setup
 from scheduler.workload import Shape, trace
 from vericache.errors import ConfigError
+from vericache.plan.arguments import SHARE, SHARE_DRAFTS, add_machine, add_model, machine_of, weights_of
 from vericache.plan.geometry import read_geometry
-from vericache.plan.gpus import GPUS
 from vericache.simulate.show import draw_loads, draw_schedule, show, write_csv
 from vericache.simulate.study import Load, Study, arrivals, variants, with_arena
-
-SHARE, SHARE_DRAFTS = 0.64, 25  # KVzip per head on the bundled model at ratio 0.25: docs/results/acceptance.md
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,15 +82,9 @@ def _setup(args: argparse.Namespace) -> Setup:
     model = read_geometry(args.model) if args.model is not None else None
     if model is None and (args.weights_gb is None or args.kv_kb_per_token is None):
         raise ConfigError("expected --model, or --weights-gb and --kv-kb-per-token")
-    weights = args.weights_gb * 1e9 if args.weights_gb is not None or model is None else float(model.weight_bytes)
+    weights = weights_of(args, model)
     token = args.kv_kb_per_token * 1e3 if args.kv_kb_per_token is not None or model is None else model.kv_per_token
-    given = {"memory": args.hbm_gb, "bandwidth": args.hbm_gbps, "link": args.link_gbps}
-    values = {name: value * 1e9 for name, value in given.items() if value is not None}
-    if args.gpu is not None:
-        values = vars(GPUS[args.gpu].machine) | values
-    if len(values) < len(given):
-        raise ConfigError("expected --gpu, or all of --hbm-gb, --hbm-gbps and --link-gbps")
-    machine = Machine(**values)
+    machine = machine_of(args)
     if machine.memory <= weights:
         raise ConfigError(f"the weights, {weights / 1e9:.1f} GB, leave nothing of {machine.memory / 1e9:.1f} GB")
     if args.arena_fraction is not None and not 0 <= args.arena_fraction < 1:
@@ -127,8 +118,7 @@ def _opened(path: Path) -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vericache simulate", description=__doc__)
     load = parser.add_argument_group("model and load")
-    load.add_argument("--model", type=Path, metavar="FOLDER", help="a model folder, of which config.json is read")
-    load.add_argument("--weights-gb", type=float, help="GB of the weights (default: the model's, in bfloat16)")
+    add_model(load)
     load.add_argument("--kv-kb-per-token", type=float, help="kB of one token's KV (default: the model's)")
     load.add_argument("--context", type=int, default=32768, help="tokens of a prompt (default 32768)")
     load.add_argument("--output-tokens", type=int, default=512, help="tokens of an output (default 512)")
@@ -144,10 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--engines", type=int, default=1, help="that requests are dealt out to (default 1)")
     load.add_argument("--seed", type=int, default=0)
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--gpu", choices=GPUS, help="a known GPU; what is given beside it replaces its figures")
-    machine.add_argument("--hbm-gb", type=float)
-    machine.add_argument("--hbm-gbps", type=float)
-    machine.add_argument("--link-gbps", type=float)
+    add_machine(machine)
     draft = parser.add_argument_group("drafting")
     draft.add_argument(
         "--modes", nargs="+", choices=("lockstep", "staggered", "auto"), help="beside plain (default: all)"

@@ -4,13 +4,15 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from statistics import mean
 from typing import Any
 
 from scheduler.acceptance import Acceptance, accepted
 from scheduler.advice import Workload, best_arena
 from scheduler.byte_model import room_staggered
-from scheduler.simulator import Engine, Setup, Tally, names
+from scheduler.simulated import Setup, Tally
+from scheduler.simulator import Engine
 from scheduler.workload import Job, Shape, poisson
 
 WARM = 1 / 3  # of the simulated time passes before anything is counted
@@ -149,3 +151,9 @@ def with_arena(setup: Setup, shape: Shape) -> Setup:
 
 def arrivals(shape: Shape, rate: float, seconds: float, seed: int) -> list[Job]:
     return list(poisson(shape, rate, seconds, random.Random(seed)))
+
+
+def names() -> Callable[[], str]:
+    """New names for the requests of a closed loop."""
+    numbers = count()
+    return lambda: f"r{next(numbers)}"

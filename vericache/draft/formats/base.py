@@ -56,6 +56,12 @@ class PageFormat(ABC):
         """What a slot holds beside its pages and tables."""
         return 0
 
+    def slot_bytes(self, head_pages: int, layers: int, heads: int) -> tuple[int, int]:
+        """A compressed context of so many pages: their bytes, table entries and counts (int32), and what packing fixed;
+        and the same if they were packed, where pages are simulated."""
+        beside = 4 * (head_pages + layers * heads) + self.frozen_bytes(layers, heads)
+        return head_pages * self.page_bytes + beside, head_pages * self.packed_page_bytes + beside
+
     def _pages(self, *parts: Tensor) -> Tensor:
         return page_content(parts, self.page_bytes)
 
