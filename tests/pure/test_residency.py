@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.residency import Candidate, Mix, Pace, Residency, working_pages
+from scheduler.residency import ROUNDS, Candidate, Mix, Pace, Residency, working_pages
 
 PACE = Pace(fixed=0.02, page=1e-6, reload=5e-6)
 POLICY = Residency(dwell=64)
@@ -140,3 +140,23 @@ def test_cost_grows_with_requests_not_their_square() -> None:
 
         victims(rows(count), 10**9, working)
         assert asked == list(range(1, count + 1))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 1), st.integers(1, 400), st.integers(0, 8), st.booleans()), max_size=8),
+    st.floats(1e-5, 1e-2),
+)
+def test_who_drafts_no_more_leaves_the_link_to_the_next(
+    rows: list[tuple[float, int, int, bool]], reload: float
+) -> None:
+    """Told one by one; who has had few rounds, or pays, drafts on."""
+    pace, policy = Pace(0.01, 1e-6, reload), Residency(4)
+    all_rows = [(Candidate(str(i), p, g, 99, 0, 20, p / 4), n) for i, (g, p, n, _) in enumerate(rows)]
+    held = {str(i) for i, row in enumerate(rows) if row[3]}
+    mix = Mix(plain=2, pages=50).drafting(one for one, _ in all_rows if one.request_id not in held)
+    found, rest = policy.unpaid(all_rows, held, mix, pace), mix
+    for one, rounds in all_rows:
+        unpaid = rounds >= ROUNDS and not policy.pays(one, rest, pace)
+        assert (one.request_id in found) == unpaid
+        if unpaid and one.request_id not in held:
+            rest = rest.drafting([one], -1)
