@@ -151,6 +151,29 @@ ENGINE: Rows = {
             width=12,
         ),
     ],
+    "Certified decode": [
+        Panel(
+            "Certified tokens and decisions", "ops", "Tokens, and decisions by what they read of the full KV.",
+            {
+                "tokens": rate("vericache_certified_tokens_total"),
+                "read {{fetched}}": rate("vericache_certified_decisions_total", "fetched"),
+            },
+        ),
+        Panel(
+            "Fetched", "short", "From host memory, per second.",
+            {
+                "tokens of one KV head": rate("vericache_certified_fetched_tokens_total"),
+                "bytes": rate("vericache_certified_fetched_bytes_total"),
+            },
+        ),
+        Panel(
+            "Promised and measured error", "percentunit", "Of attention: a token's largest certificate, true errors.",
+            {
+                "promised, p95": quantiles("vericache_certificate", 0.95)["p95"],
+                "measured, p95": quantiles("vericache_certified_error", 0.95)["p95"],
+            },
+        ),
+    ],
 }  # fmt: skip
 
 SERVING: Rows = {

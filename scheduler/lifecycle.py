@@ -5,6 +5,7 @@
     RESIDENT -> DEMOTING -> WAITING -> DRAFTING -> LOADING -> VERIFYING -> WAITING or DRAFTING ...
         ^           |          |           |          |           |
         +-----------+----------+-----------+----------+-----------+      (back to a plain vLLM row)
+    DEMOTING -> CERTIFIED -> RESIDENT ...                                (a request that asks for certified decode)
     any state -> FINISHED
 
 A ``Track`` is the one owner of a request's state. Every illegal move is an error that names both states.
@@ -25,6 +26,7 @@ class State(enum.Enum):
     DRAFTING = "drafting"  # one draft row per iteration on the compressed KV
     LOADING = "loading"  # as DRAFTING, and the transient pages of the reload are held
     VERIFYING = "verifying"  # the verify row has been issued, its result is not known; the next round may draft already
+    CERTIFIED = "certified"  # full KV on the host, a sample on the device: one certified row per token, no rounds
     FINISHED = "finished"
 
 
@@ -43,6 +45,7 @@ class TransitionError(RuntimeError):
 _FROM: dict[State, frozenset[State]] = {
     State.DEMOTING: frozenset({State.RESIDENT, State.VERIFYING}),
     State.WAITING: frozenset({State.DEMOTING, State.VERIFYING}),
+    State.CERTIFIED: frozenset({State.DEMOTING}),
     State.DRAFTING: frozenset({State.WAITING, State.VERIFYING}),
     State.LOADING: frozenset({State.DRAFTING}),
     State.VERIFYING: frozenset({State.LOADING}),
@@ -96,6 +99,10 @@ class Track:
     def wait(self, context: int, now: int) -> None:
         self._move(State.WAITING)
         self.context, self.round, self.verifying, self.waiting_since = context, None, None, now
+
+    def certify(self) -> None:
+        self._move(State.CERTIFIED)
+        self.round = self.verifying = None
 
     def draft(self, round_: Round) -> None:
         """Begin a round: from WAITING, or ahead of the result of the verify row under way (still VERIFYING then)."""

@@ -67,8 +67,13 @@ class Planner:
         track = self.tracks.setdefault(request_id, Track(request_id))
         self._leave(track, track.demote)
 
-    def demoted(self, request_id: str, context: int) -> None:
-        self.tracks[request_id].wait(context, self.rings.now)
+    def demoted(self, request_id: str, context: int, certified: bool = False) -> None:
+        """The request's KV has left. A ``certified`` one goes on without rounds: nothing of it is to be planned."""
+        track = self.tracks[request_id]
+        if certified:
+            track.certify()
+        else:
+            track.wait(context, self.rings.now)
 
     def verified(self, request_id: str, context: int, limit: int) -> None:
         """The verify row's result is known. ``limit``: the most drafts the next verify may carry, of which a round that

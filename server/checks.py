@@ -27,7 +27,8 @@ class RequestChecks:
             return
         messages = [message async for message in _body(receive)]
         try:
-            check(b"".join(m.get("body", b"") for m in messages), self.config)
+            refused = getattr(scope["app"].state, "certified_refused", None) if "app" in scope else None
+            check(b"".join(m.get("body", b"") for m in messages), self.config, refused)
         except RequestError as error:
             content = {"message": str(error), "type": "BadRequestError", "param": error.field, "code": 400}
             await JSONResponse({"error": content}, 400)(scope, receive, send)
@@ -35,7 +36,7 @@ class RequestChecks:
         await self.app(scope, _replay(messages, receive), send)
 
 
-def check(body: bytes, config: VeriCacheConfig) -> None:
+def check(body: bytes, config: VeriCacheConfig, certified_refused: str | None = None) -> None:
     """Raises RequestError. Bodies that are no JSON object are vLLM's to refuse."""
     try:
         request = json.loads(body)
@@ -47,7 +48,7 @@ def check(body: bytes, config: VeriCacheConfig) -> None:
         _check_unicode(request)
     _check_fields(request)
     for options in _options(request):
-        RequestSettings(config, options)
+        RequestSettings(config, options, certified_refused=certified_refused)
 
 
 def _check_fields(request: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from server.draining import Draining, watch_shutdown
 from server.status import router
 from server.usage import UsageDetails, count_outputs
 from vericache.config import VeriCacheConfig
+from vericache.engine.support import certified_refused
 
 
 class VeriCacheEndpoints:
@@ -35,6 +36,7 @@ class VeriCacheEndpoints:
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         if engine_client is not None:
             watch_shutdown(engine_client, state)
+            state.certified_refused = certified_refused(engine_client.vllm_config)
             count_outputs(engine_client)
             config = VeriCacheConfig.of(args.additional_config)
             if config.audit_share > 0:

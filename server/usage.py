@@ -1,4 +1,4 @@
-"""Acceptance per request, where OpenAI's schema has a place for it: ``usage.completion_tokens_details``."""
+"""What became of a request's drafts, or of its certified decode, in ``usage.completion_tokens_details``."""
 
 import json
 from collections.abc import AsyncIterator
@@ -21,6 +21,7 @@ class Tally:
     accepted: int = 0
     rejected: int = 0
     mode: str | None = None
+    certified: dict[str, Any] | None = None  # of the sequence that finished last
 
     def add(self, output: Any) -> None:
         """A ``RequestOutput``; its finished sequences carry ``spec_decode_metrics``."""
@@ -30,12 +31,14 @@ class Tally:
                 self.accepted += accepted
                 self.rejected += metrics.num_draft_tokens - accepted
         if summary := (output.kv_transfer_params or {}).get("vericache"):
-            # Several sequences: "draft" when any of them drafted.
-            self.mode = "draft" if "draft" in (self.mode, summary["mode"]) else summary["mode"]
+            # Several sequences: the mode of any that was not resident.
+            self.mode = summary["mode"] if self.mode in (None, "resident") else self.mode
+            self.certified = summary.get("certified", self.certified)
 
     def details(self, given: dict[str, Any] | None) -> dict[str, Any]:
         ours = {"accepted_prediction_tokens": self.accepted, "rejected_prediction_tokens": self.rejected}
-        return {**(given or {}), **ours, "vericache_mode": self.mode}
+        certified = {} if self.certified is None else {"vericache_certified": self.certified}
+        return {**(given or {}), **ours, "vericache_mode": self.mode, **certified}
 
 
 _tally: ContextVar[Tally | None] = ContextVar("tally", default=None)

@@ -74,6 +74,16 @@ class VeriCacheConfig(BaseModel):
         None,
         description="file of a surrogate (`vericache surrogate train`), which compressors kvzap and fast_kvzip need",
     )
+    epsilon: float = Field(
+        0.05, gt=0, lt=1, description="certified decode: relative error of a query's softmax denominator"
+    )
+    delta: float = Field(0.1, gt=0, lt=1, description="certified decode: probability that a query exceeds epsilon")
+    sketch_radius: float = Field(
+        1.0, ge=0, description="certified decode: standard deviations by which the sketch of a key may be wrong"
+    )
+    measured_share: float = Field(
+        0.01, ge=0, le=1, description="certified decode: share of layers whose true error is measured, at every token"
+    )
     arena_fraction: float = Field(0.5, gt=0, lt=1, description="share of the KV memory budget given to the draft arena")
     page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
     page_format: Literal[
@@ -89,8 +99,12 @@ class VeriCacheConfig(BaseModel):
     iteration_seconds: float | None = Field(None, gt=0, description="fix T_iter of the BW ring instead of measuring it")
     link_bytes_per_second: float | None = Field(None, gt=0, description="fix L of the BW ring instead of measuring it")
     max_recoveries: int = Field(2, ge=0, description="failed demotions or reloads before a request stays resident")
-    request_options: tuple[Literal["mode", "draft_length", "compressor", "counts", "selector", "ratio"], ...] = Field(
-        ("mode", "draft_length"), description="what clients may set for a request (vllm_xargs: vericache_mode, ...)"
+    request_options: tuple[
+        Literal["mode", "draft_length", "compressor", "counts", "selector", "ratio", "epsilon", "delta"], ...
+    ] = Field(
+        ("mode", "draft_length"),
+        description="what clients may set for a request (vllm_xargs: vericache_mode, ...); certified decode, which is "
+        "not exact, is allowed by epsilon",
     )
     audit_share: float = Field(0.0, ge=0, le=1, description="share of drafted requests the server replays on full KV")
     audit_folder: str | None = Field(None, description="where reproducer files of audit mismatches go")

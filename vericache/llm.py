@@ -7,7 +7,7 @@ import vllm
 from vllm import EngineArgs
 
 from vericache.config import VeriCacheConfig, load
-from vericache.engine.support import check_supported
+from vericache.engine.support import certified_refused, check_supported
 from vericache.plugin import engine_arguments
 from vericache.request_options import RequestSettings
 
@@ -34,6 +34,7 @@ class LLM(vllm.LLM):
 
     def _render_and_add_requests(self, prompts: Any, params: Any, **kwargs: Any) -> list[str]:
         """Everything vLLM's ``LLM`` starts comes through here (``entrypoints/common/offline.py``)."""
+        refused = certified_refused(self.llm_engine.vllm_config)
         for each in params:
-            RequestSettings(self.vericache_config, getattr(each, "extra_args", None))
+            RequestSettings(self.vericache_config, getattr(each, "extra_args", None), certified_refused=refused)
         return super()._render_and_add_requests(prompts, params, **kwargs)

@@ -2,12 +2,14 @@
 ``SamplingParams.extra_args``. Nothing here can steer positions, blocks or ownership: those never come from a client."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vericache.certified.attention import Policy
+from vericache.certified.certificate import Target
 from vericache.config import VeriCacheConfig
 from vericache.errors import RequestError
 
@@ -19,39 +21,80 @@ class RequestOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    mode: Literal["auto", "draft", "off"] = Field(
+    mode: Literal["auto", "draft", "off", "certified"] = Field(
         "auto",
-        description="auto: the server decides; draft: draft at once, even below min_prompt_tokens; off: full KV only",
+        description="auto: the server decides; draft: draft at once, even below min_prompt_tokens; off: full KV only; "
+        "certified: attention within epsilon, without drafts",
     )
     draft_length: int | None = Field(None, ge=1, description="drafts a round aims at")
     compressor: str | None = Field(None, description="scoring method")
     counts: str | None = Field(None, description="how kept tokens are spread")
     selector: str | None = Field(None, description="how a head's tokens are chosen")
     ratio: float | None = Field(None, gt=0, le=1, description="kept fraction of the context")
+    epsilon: float | None = Field(None, gt=0, lt=1, description="certified: relative error of softmax denominators")
+    delta: float | None = Field(None, gt=0, lt=1, description="certified: probability to exceed it, of each query")
 
 
 class RequestSettings:
-    """The server's settings as they hold for one request.
+    """The server's settings as they hold for one request. ``certified``: how its decode is certified, if it is.
 
     Raises:
         RequestError: an unknown name, one the server does not allow, or a wrong value; ``field`` names it.
     """
 
     def __init__(
-        self, server: VeriCacheConfig, extra_args: Mapping[str, Any] | None = None, trusted: bool = False
+        self,
+        server: VeriCacheConfig,
+        extra_args: Mapping[str, Any] | None = None,
+        trusted: bool = False,
+        certified_refused: str | None = None,
     ) -> None:
-        """``trusted``: what the server allows clients was checked at the door already."""
-        options = parse(extra_args or {}, tuple(RequestOptions.model_fields) if trusted else server.request_options)
-        changes = options.model_dump(exclude={"mode"}, exclude_none=True)
+        """``trusted``: what the server allows clients was checked at the door already. ``certified_refused``: why this
+        engine has no certified decode (``engine.support.certified_refused``)."""
+        allowed = tuple(RequestOptions.model_fields) if trusted else server.request_options
+        options = parse(extra_args or {}, allowed)
+        asked = options.model_dump(exclude={"mode"}, exclude_none=True)
+        changes: dict[str, Any] = dict(asked)
+        if options.mode == "certified":
+            check_certified(server, options, allowed, certified_refused)
+            # The bound is of independent draws, and a head that keeps next to nothing would fetch next to everything.
+            changes = {"counts": "uniform", **changes, "selector": "poisson"}
+        elif given := [name for name in ("epsilon", "delta") if name in changes]:
+            raise RequestError(PREFIX + given[0], f"holds for vericache_mode certified, got mode {options.mode}")
         if changes.get("compressor", server.compressor) != server.compressor:
             changes["compressor_options"] = {}  # the server's belong to its own method
-        self.config = _changed(server, changes)
+        self.config = _changed(server, changes, list(asked))
         self.off = options.mode == "off"
-        self.always = options.mode == "draft" or server.mode == "draft"  # drafts whether or not the KV pool has room
+        # Drafts, or decodes certified rows, whether or not the KV pool has room.
+        self.always = options.mode in ("draft", "certified") or server.mode == "draft"
         self.draft_policy = server.draft_policy if options.draft_length is None else "fixed"
+        self.certified: Policy | None = None
+        if options.mode == "certified":
+            self.certified = Policy(Target(self.config.epsilon, self.config.delta), self.config.sketch_radius)
         self.min_prompt_tokens = server.min_prompt_tokens
-        if options.mode == "draft":  # the shortest prompt that leaves room for sinks and recent tokens
+        if options.mode in ("draft", "certified"):  # the shortest prompt that leaves room for sinks and recent tokens
             self.min_prompt_tokens = math.ceil(self.config.method.least / self.config.ratio)
+
+
+def check_certified(
+    server: VeriCacheConfig, options: RequestOptions, allowed: tuple[str, ...], refused: str | None
+) -> None:
+    """Raises RequestError where this server cannot, or may not, decode this request by certified attention."""
+    mode = PREFIX + "mode"
+    if "epsilon" not in allowed:
+        raise RequestError(
+            mode, "certified is not exact and not allowed by this server (request_options does not name epsilon)"
+        )
+    if refused is not None:
+        raise RequestError(mode, f"certified is not served here: {refused}")
+    if server.mode == "off":
+        raise RequestError(mode, "certified needs a server whose mode is draft, this one's is off")
+    if server.page_format != "plain":
+        raise RequestError(
+            mode, f"certified reads exact keys and values, this server's page_format is {server.page_format}"
+        )
+    if options.selector not in (None, "poisson"):
+        raise RequestError(PREFIX + "selector", f"is {options.selector}, expected poisson with mode certified")
 
 
 def parse(extra_args: Mapping[str, Any], allowed: tuple[str, ...]) -> RequestOptions:
@@ -70,13 +113,13 @@ def parse(extra_args: Mapping[str, Any], allowed: tuple[str, ...]) -> RequestOpt
         raise RequestError(f"{PREFIX}{first['loc'][0]}", f"{first['msg']}, got {first['input']!r}") from None
 
 
-def _changed(server: VeriCacheConfig, changes: Mapping[str, Any]) -> VeriCacheConfig:
-    """``server`` with the changes, validated as a whole."""
+def _changed(server: VeriCacheConfig, changes: Mapping[str, Any], asked: Sequence[str]) -> VeriCacheConfig:
+    """``server`` with the changes, validated as a whole; ``asked`` are those that the client named."""
     if not changes:
         return server
     try:
         return VeriCacheConfig(**{**server.model_dump(), **changes})
     except ValidationError as error:
-        names = ", ".join(PREFIX + name for name in changes if name != "compressor_options")
+        names = ", ".join(PREFIX + name for name in asked or ("mode",))
         problems = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
         raise RequestError(names, problems) from None

@@ -9,22 +9,24 @@ from hypothesis import strategies as st
 from scheduler.lifecycle import Round, State, Track, TransitionError
 from scheduler.rings import Booking
 
-R, D, W, F, L, V, E = State
+R, D, W, F, L, V, C, E = State
 
 # Written out by hand from the picture in the module: the states that each transition may start from.
 LEGAL: dict[State, set[State]] = {
     D: {R, V},
     W: {D, V},
+    C: {D},
     F: {W, V},
     L: {F},
     V: {L},
-    R: {D, W, F, L, V},
-    E: {R, D, W, F, L, V},
+    R: {D, W, F, L, V, C},
+    E: {R, D, W, F, L, V, C},
 }
 MOVES: dict[State, Callable[[Track], None]] = {
     D: Track.demote,
     W: lambda t: t.wait(70, 9),
     F: lambda t: t.draft_on(41) if t.state is V else t.draft(Round(5)),
+    C: Track.certify,
     L: Track.load,
     V: lambda t: t.verify(8),
     R: Track.reside,

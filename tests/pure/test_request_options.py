@@ -51,8 +51,8 @@ def test_off_and_draft() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("vericache_mode", "fast", "'auto', 'draft' or 'off'"),
-        ("vericache_mode", 1, "'auto', 'draft' or 'off'"),
+        ("vericache_mode", "fast", "'auto', 'draft', 'off' or 'certified'"),
+        ("vericache_mode", 1, "'auto', 'draft', 'off' or 'certified'"),
         ("vericache_draft_length", 0, "greater than or equal to 1"),
         ("vericache_draft_length", "7", "integer"),
         ("vericache_draft_length", 63, "window of 64"),
@@ -63,6 +63,13 @@ def test_off_and_draft() -> None:
         ("vericache_compressor", "pyramidkv", "cannot allocate counts 'per_head'"),
         ("vericache_counts", "per_token", "uniform"),
         ("vericache_selector", "best", "poisson"),
+        ("vericache_epsilon", 0.0, "greater than 0"),
+        ("vericache_epsilon", -0.1, "greater than 0"),
+        ("vericache_epsilon", 1.0, "less than 1"),
+        ("vericache_epsilon", 0.1, "holds for vericache_mode certified"),
+        ("vericache_delta", 0.0, "greater than 0"),
+        ("vericache_delta", 1.0, "less than 1"),
+        ("vericache_delta", 0.1, "holds for vericache_mode certified"),
         ("vericache_slot", 3, "is not an option"),
         ("vericache_draft_lenght", 3, "vericache_draft_length"),
     ],
@@ -80,3 +87,37 @@ def test_what_the_server_does_not_allow_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match="not allowed by this server") as error:
         RequestSettings(VeriCacheConfig(request_options=allowed), {f"vericache_{name}": "auto"})
     assert error.value.field == f"vericache_{name}"
+
+
+CERTIFIED = {"vericache_mode": "certified"}
+
+
+def test_certified_decode_samples_as_many_tokens_in_every_head() -> None:
+    settings = RequestSettings(OPEN, {**CERTIFIED, "vericache_epsilon": 0.2, "vericache_delta": 0.3})
+    assert settings.certified is not None
+    assert (settings.certified.target.eps, settings.certified.target.delta) == (0.2, 0.3)
+    assert settings.certified.z == OPEN.sketch_radius
+    assert (settings.config.selector, settings.config.method.counts) == ("poisson", "uniform")
+    assert RequestSettings(OPEN, {**CERTIFIED, "vericache_counts": "per_head"}).config.method.counts == "per_head"
+    by_default = RequestSettings(OPEN, CERTIFIED).certified
+    assert by_default is not None
+    assert by_default.target.eps == OPEN.epsilon
+    assert RequestSettings(OPEN, {"vericache_mode": "draft"}).certified is None
+
+
+@pytest.mark.parametrize(
+    ("server", "asked", "refused", "message"),
+    [
+        ({"request_options": ("mode",)}, {}, None, "not allowed by this server"),
+        ({}, {}, "no kernels", "not served here: no kernels"),
+        ({"mode": "off"}, {}, None, "whose mode is draft"),
+        ({"page_format": "turboquant4"}, {}, None, "page_format is turboquant4"),
+        ({}, {"vericache_selector": "top"}, None, "expected poisson"),
+        ({}, {"vericache_compressor": "streaming_llm"}, None, "cannot select by 'poisson'"),
+    ],
+)
+def test_where_certified_decode_cannot_be_served_it_is_refused(
+    server: dict[str, Any], asked: dict[str, Any], refused: str | None, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        RequestSettings(OPEN.model_copy(update=server), {**CERTIFIED, **asked}, certified_refused=refused)

@@ -161,7 +161,7 @@ def test_begin_marks_what_must_not_be_written(world: World) -> None:
     step = world.runtime.step
     assert step is not None
     assert step.num_rows == 6
-    assert step.draft_rows.tolist() == [3]
+    assert step.arena_rows.tolist() == [3]
     assert step.draft_tokens.tolist() == [8]
     assert step.tail is not None
     assert step.tail.tokens.tolist() == [5, 6, 7, 8]

@@ -49,9 +49,9 @@ def test_a_mixed_batch() -> None:
     positions = [0, 1, 2, 103, 53, 54, 55, 9, 7]
     step = build_step(arena, rows, [0, 3, 4, 7, 8, 9], positions)
     assert step.num_rows == 5
-    assert step.draft_rows.tolist() == [1, 4]
+    assert step.arena_rows.tolist() == [1, 4]
     assert step.draft_tokens.tolist() == [3, 8]
-    assert step.draft_rows.dtype == step.draft_tokens.dtype == torch.int64
+    assert step.arena_rows.dtype == step.draft_tokens.dtype == torch.int64
     check_tail(arena, step, [(3, 0, 3), (4, 1, 3), (5, 1, 4), (6, 1, 5), (8, 2, 0)])
     assert [len(arena.slots[slot].tail) for slot in range(3)] == [1, 2, 1]
     # A draft row reads up to and including its own token; the verify row reads nothing of the arena.
@@ -68,7 +68,7 @@ def test_batches_without_drafts_have_no_attention_work() -> None:
     arena = arena_with(1)
     verify = build_step(arena, [ArenaRow(0, 10, False)], [0, 3], [10, 11, 12])
     assert verify.work is None
-    assert len(verify.draft_rows) == 0
+    assert len(verify.arena_rows) == 0
     check_tail(arena, verify, [(0, 0, 0), (1, 0, 1), (2, 0, 2)])
     plain = build_step(arena, [None, None], [0, 1, 6], [5, 0, 1, 2, 3, 4])
     assert plain.work is None
@@ -134,7 +134,7 @@ def test_any_batch(data: st.DataObject) -> None:
         if slot is not None:
             tail += [(start + i, slot, first + i) for i in range(count)]
     step = build_step(arena, rows, query_start, positions)
-    assert list(zip(step.draft_rows.tolist(), step.draft_tokens.tolist(), strict=True)) == drafts
+    assert list(zip(step.arena_rows.tolist(), step.draft_tokens.tolist(), strict=True)) == drafts
     assert (step.work is None) == (not drafts)
     check_tail(arena, step, tail)
 
@@ -149,7 +149,7 @@ def test_the_runtime_overwrites_draft_rows_only() -> None:
     step = runtime.step
     assert step is not None
     assert step.work is not None
-    assert step.draft_rows.tolist() == [0]
+    assert step.arena_rows.tolist() == [0]
     assert not runtime.only_drafts
     rng = torch.Generator().manual_seed(5)
     key, value = torch.randn(2, 4, 2, 8, generator=rng)

@@ -20,7 +20,8 @@ class Fetch:
 
     ``chosen`` bool ``[..., n]``: tokens that become certain; those of them that are not resident are copied.
     ``count`` int64 ``[...]``: how many, k*. ``error`` float64 ``[...]``: the certificate then. ``excessive`` bool
-    ``[...]``: more than ``max_fetch`` of the tokens, so that exact attention (a verification) is the better way.
+    ``[...]``: k* is more than ``max_fetch`` of the tokens, so that exact attention (a verification) is the better way
+    and all of them are chosen.
     """
 
     chosen: Tensor
@@ -30,7 +31,7 @@ class Fetch:
 
 
 def plan_fetch(
-    weights: Weights, inclusion: Tensor, target: Target, shortlist: int = 128, max_fetch: float = 0.25
+    weights: Weights, inclusion: Tensor, target: Target, shortlist: int = 128, max_fetch: float = 1.0
 ) -> Fetch:
     """The least k such that the first k tokens of ``fetch_ranks``, made certain, bring the certificate down to
     ``target.eps``. It never grows with k, in any order, so k* is found by bisection; where all are fetched it is 0.
@@ -60,13 +61,16 @@ def plan_fetch(
     def error(count: Tensor) -> Tensor:
         return denominator_error(weights, r.masked_fill(ranks < count[..., None], 1.0), target.delta)
 
-    count = (r < 1).sum(-1)  # enough: the certificate is 0
-    fewest = torch.zeros_like(count)
+    sampled = (r < 1).sum(-1)  # enough: the certificate is 0
+    count = sampled.clamp(max=int(max_fetch * r.shape[-1]))
+    excessive = error(count) > target.eps
+    count = torch.where(excessive, sampled, count)
+    fewest = torch.where(excessive, sampled, 0)
     while bool((fewest < count).any()):
         middle = (fewest + count) // 2
         enough = (error(middle) <= target.eps) | (fewest == count)
         count, fewest = torch.where(enough, middle, count), torch.where(enough, fewest, middle + 1)
-    return Fetch(ranks < count[..., None], count, error(count), count > max_fetch * r.shape[-1])
+    return Fetch(ranks < count[..., None], count, error(count), excessive)
 
 
 def fetch_ranks(weights: Tensor, inclusion: Tensor, shortlist: int) -> Tensor:

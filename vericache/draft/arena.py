@@ -259,6 +259,20 @@ class DraftArena:
         lengths = (tokens - index // per_strip * size).clamp(max=size)
         return index % per_strip // self.shape.kv_heads, grid.flatten(), index % self.shape.kv_heads, lengths
 
+    def tokens(self, slot: int, layer: int, tail: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a slot of plain pages holds of one layer: keys and values ``[H, m, D]`` of kept tokens, m the most that
+        a head keeps (beyond a head's count its last one, again), then keys and values ``[H, tail, D]``."""
+        assert not self.format.packed, "packed pages hold no exact tokens"
+        held, size = self.slots[slot], self.page_tokens
+        need = pages_per_head(held.counts, size)
+        counts, mine = held.counts[layer].long(), need[layer].long()
+        first = int(need[:layer].sum()) + mine.cumsum(0) - mine
+        rank = torch.minimum(torch.arange(int(counts.max())), counts[:, None] - 1)
+        pages, offsets = held.pages.long()[first[:, None] + rank // size], rank % size
+        strips = held.tail[: -(-tail // self.tail_page_tokens), layer].long()
+        behind = self.pool.data[strips.T].transpose(1, 2).flatten(2, 3)[:, :, :tail]  # [H, 2, tail, D]
+        return self.pool.data[pages, 0, offsets], self.pool.data[pages, 1, offsets], behind[:, 0], behind[:, 1]
+
     def attend(self, layer: int, work: Work, query: Tensor, scale: float) -> Tensor:
         """Draft attention of one layer: ``query [R, Hq, D]`` in row order -> float32 ``[R, Hq, D]``."""
         rows, form = query.shape[0], self.format

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from vericache.draft.arena import DraftArena
-from vericache.draft.step import ArenaRow, DraftStep, build_step
+from vericache.draft.step import ArenaRow, CertifiedToken, DraftStep, build_step
 
 
 class Observer(Protocol):
@@ -17,6 +17,13 @@ class Observer(Protocol):
 
     def observe(self, layer: int, query: Tensor, key: Tensor, cache: Tensor, scale: float) -> None:
         """``query [T, Hq, D]`` and ``key [T, H, D]`` of the row, post-RoPE; ``cache`` is the layer's KV cache."""
+
+
+class CertifiedReader(Protocol):
+    """Certified attention over a slot and the full cache on the host."""
+
+    def attend(self, asked: CertifiedToken, layer: int, query: Tensor, scale: float) -> Tensor:
+        """``query [Hq, D]`` -> float32 ``[Hq, D]``."""
 
 
 Observed = list[tuple[int, int, Observer]]  # (first token, end token, observer)
@@ -62,6 +69,7 @@ class HostRuntime(DraftRuntime):
     """Rows resolved in host memory, attention in torch: vLLM's V1 runner on the CPU."""
 
     step: DraftStep | None = None
+    reader: CertifiedReader | None = None  # where certified rows can occur
 
     def begin(
         self, rows: Sequence[ArenaRow | None], query_start: Sequence[int], positions: Sequence[int], observed: Observed
@@ -76,13 +84,13 @@ class HostRuntime(DraftRuntime):
 
     @property
     def only_drafts(self) -> bool:
-        return self.step is not None and len(self.step.draft_rows) == self.step.num_rows
+        return self.step is not None and len(self.step.arena_rows) == self.step.num_rows
 
     def without_draft_keys(self, metadata: Any) -> Any:
-        if self.step is None or self.step.work is None:
+        if self.step is None or not len(self.step.arena_rows):
             return metadata
         seq_lens = metadata.seq_lens.clone()
-        seq_lens[self.step.draft_rows] = 0
+        seq_lens[self.step.arena_rows] = 0
         return dataclasses.replace(metadata, seq_lens=seq_lens)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -93,6 +101,9 @@ class HostRuntime(DraftRuntime):
         if self.step is not None and self.step.work is not None:
             tokens = self.step.draft_tokens
             output[tokens] = self.arena.attend(layer, self.step.work, query[tokens], scale).to(output.dtype)
+        for asked in self.step.certified if self.step is not None else ():
+            assert self.reader is not None, "refused at the door (engine.support.certified_refused)"
+            output[asked.token] = self.reader.attend(asked, layer, query[asked.token], scale).to(output.dtype)
 
 
 @dataclass(frozen=True)

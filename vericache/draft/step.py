@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from vericache.certified.attention import Policy
 from vericache.draft.arena import DraftArena, TailTokens, Work
 
 
@@ -19,18 +20,32 @@ class ArenaRow:
     slot: int
     base: int
     draft: bool  # reads the slot instead of vLLM's pages (a verify row only refreshes the tail)
+    certified: Policy | None = None  # it reads the slot by certified attention
+
+
+@dataclass(frozen=True)
+class CertifiedToken:
+    """Token ``token`` of a batch, at ``position``: it reads a slot's sample and the first ``tail`` tokens behind it."""
+
+    token: int
+    slot: int
+    position: int
+    tail: int
+    policy: Policy
 
 
 @dataclass(frozen=True)
 class DraftStep:
-    """A batch of ``num_rows`` rows: the draft rows among them (``draft_rows`` and their ``draft_tokens``, int64
-    ``[R]``), their attention ``work``, and the ``tail`` entries this batch writes."""
+    """A batch of ``num_rows`` rows: those that read a slot (``arena_rows``, int64 ``[R]``); the draft rows among them
+    (their ``draft_tokens``, int64) and their attention ``work``; the ``certified`` ones; and the ``tail`` entries this
+    batch writes."""
 
     num_rows: int
-    draft_rows: Tensor
+    arena_rows: Tensor
     draft_tokens: Tensor
     work: Work | None
     tail: TailTokens | None
+    certified: tuple[CertifiedToken, ...] = ()
 
 
 @dataclass
@@ -40,6 +55,7 @@ class _Lists:
     slots: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     tail: list[tuple[int, int, int]] = field(default_factory=list)  # (token, slot, tail index)
+    certified: list[CertifiedToken] = field(default_factory=list)
 
 
 def build_step(
@@ -67,6 +83,9 @@ def build_step(
         lists.tail.extend((lo + i, entry.slot, first + i) for i in range(hi - lo))
         if entry.draft:
             lists.rows.append(row)
+        if entry.certified is not None:
+            lists.certified.append(CertifiedToken(lo, entry.slot, positions[lo], last + 1, entry.certified))
+        elif entry.draft:
             lists.tokens.append(lo)
             lists.slots.append(entry.slot)
             lists.lengths.append(last + 1)
@@ -74,6 +93,7 @@ def build_step(
         len(rows),
         torch.tensor(lists.rows, dtype=torch.int64),
         torch.tensor(lists.tokens, dtype=torch.int64),
-        arena.work(lists.slots, lists.lengths) if lists.rows else None,
+        arena.work(lists.slots, lists.lengths) if lists.slots else None,
         arena.tail_tokens(*zip(*lists.tail, strict=True)) if lists.tail else None,
+        tuple(lists.certified),
     )

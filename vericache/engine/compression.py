@@ -9,6 +9,7 @@ from torch import Tensor
 from compressors import Compressor, Kept, MethodSpec, Shape, create
 from vericache.device import to_device
 from vericache.draft.arena import DraftArena
+from vericache.engine.certified_worker import CertifiedWorker
 from vericache.engine.ops import Compress, ProbeRow
 from vericache.engine.pages import PageLayout
 from vericache.errors import CompressionError
@@ -55,9 +56,18 @@ class ScoringPass:
 
 
 class CompressionWorker:
-    """Runs what ``ProbeRow`` and ``Compress`` ask for. ``caches`` are the device KV caches, one per layer."""
+    """Runs what ``ProbeRow`` and ``Compress`` ask for. ``caches`` are the device KV caches, one per layer;
+    ``certified`` where slots can be read by certified rows."""
 
-    def __init__(self, arena: DraftArena, shape: Shape, layout: PageLayout, caches: list[Tensor]) -> None:
+    def __init__(
+        self,
+        arena: DraftArena,
+        shape: Shape,
+        layout: PageLayout,
+        caches: list[Tensor],
+        certified: CertifiedWorker | None = None,
+    ) -> None:
+        self._certified = certified
         self._arena, self._shape, self._layout, self._caches = arena, shape, layout, caches
         self._device = caches[0].device
         self._passes: dict[int, ScoringPass] = {}
@@ -73,7 +83,8 @@ class CompressionWorker:
         """Fill the slot from the context in ``op.blocks``. Returns the head pages used.
 
         Raises:
-            CompressionError: the method raised while scoring or selecting; the slot is empty.
+            CompressionError: the method raised while scoring or selecting, and the slot is empty; or its keys cannot be
+                sketched for certified rows.
         """
         pass_ = self._passes.pop(op.slot, None) or ScoringPass(op.spec, self._shape, op.context, self._device)
         if pass_.rows != op.probes and pass_.error is None:
@@ -84,7 +95,11 @@ class CompressionWorker:
             self._arena.drop(op.slot)
             error = pass_.error
             raise CompressionError(f"compressor {op.spec.name!r} failed: {type(error).__name__}: {error}") from error
-        return self._arena.put(op.slot, kept, self._layout.source(self._caches, blocks, op.context), op.context)
+        used = self._arena.put(op.slot, kept, self._layout.source(self._caches, blocks, op.context), op.context)
+        if op.pages:
+            assert self._certified is not None, "refused at the door (engine.support.certified_refused)"
+            self._certified.fill(op, kept, blocks)
+        return used
 
     def _select(self, compressor: Compressor, blocks: Tensor) -> Kept:
         if compressor.reads_cache:
@@ -97,4 +112,6 @@ class CompressionWorker:
 
     def drop(self, slot: int) -> None:
         self._passes.pop(slot, None)
+        if self._certified is not None:
+            self._certified.drop(slot)
         self._arena.drop(slot)

@@ -18,6 +18,7 @@ from scheduler.lifecycle import State
 from scheduler.planner import Planner
 from scheduler.throughput import Throughput
 from vericache.config import VeriCacheConfig
+from vericache.engine import certified
 from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.demotion import Demotion
 from vericache.engine.detached import Detached
@@ -106,10 +107,11 @@ class Coordinator:
             return False
         record.stored = self.prestore.hand_over(request.request_id)
         asked, record.since = self.asked(request), self.planner.rings.now
+        record.certified = certified.begin(asked.certified)
         record.lengths = POLICIES[asked.draft_policy](asked.config.draft_length, self.elastic.seen.chance)
         if past := self.past.pop(record.request_id, None):
             record.rounds, record.recoveries, record.lengths = past.rounds, past.recoveries, past.lengths
-            record.rounds_before = len(record.rounds)
+            record.rounds_before, record.certified = len(record.rounds), past.certified
         self.records[record.request_id] = record
         self.planner.demote(record.request_id)
         return True
@@ -129,7 +131,8 @@ class Coordinator:
         found = self._asked.get(request.request_id)
         if found is None:
             params = request.sampling_params
-            found = RequestSettings(self.settings, params.extra_args if params is not None else None, trusted=True)
+            extra = params.extra_args if params is not None else None
+            found = RequestSettings(self.settings, extra, True, certified.refused(self.bounds))
             self._asked[request.request_id] = found
         return found
 
@@ -160,6 +163,8 @@ class Coordinator:
                 if reason := self.demotion.step(record, out):
                     (out.recompute if record.anew else out.rejoin).append(record)
                     self.abandon(record, reason)
+            elif state is State.CERTIFIED:
+                certified.plan_row(record, out)
             elif state is State.VERIFYING:
                 self._fits_host(record)  # for a round that begins ahead
             elif state is State.WAITING and not self._fits_host(record):
@@ -242,6 +247,7 @@ class Coordinator:
     def collect(self, plan: StepPlan, report: StepReport, sampled: Mapping[str, Sequence[int]]) -> None:
         """Take in what the workers sampled for our rows, before vLLM processes the output."""
         self.stats.digest(report)
+        certified.count(plan, report, self.stats.telemetry)
         for transfer in report.transfers:
             if transfer.op in (Load.__name__, MEASURED):
                 self.throughput.transferred(transfer.num_bytes, transfer.seconds)
@@ -292,6 +298,9 @@ class Coordinator:
             elif not self._compress_anew(record):
                 recompute.append(record)
                 self.abandon(record, "no_scratch_blocks")
+        for record in filter(certified.tail_is_full, [r.record for r in plan.certified if self._is_live(r.record)]):
+            recompute.append(record)
+            self._leave(record, "tail_full")
         return rejoin, recompute
 
     def _copy_failed(self, request_id: str, plan: StepPlan) -> Detached | None:
@@ -323,7 +332,7 @@ class Coordinator:
         record.wider, record.rounds_before = None, len(record.rounds)
         record.compressed_bytes, record.simulated_bytes = self.plan.compressed_bytes(head_pages)
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
-        self.planner.demoted(record.request_id, record.context)
+        self.planner.demoted(record.request_id, record.context, record.certified is not None)
 
     def _extend_tail(self, record: Detached) -> bool:
         """Near its end a request gets a longer tail rather than a compression that pays for a few tokens."""

@@ -45,7 +45,8 @@ class Demotion:
             rest = slice(min(record.stored, len(held)), len(held))
             out.before.append(Offload(record.request_id, tuple(held[rest]), tuple(record.host_pages[rest])))
         probes = len(record.probes)
-        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes))
+        pages = tuple(record.host_pages[: len(held)]) if record.certified is not None else ()
+        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes, pages))
         record.settling = True
         out.settling.append(record)
         return None

@@ -1,7 +1,7 @@
 """The record of one request that is not a plain vLLM row: what it owns and how its rounds went."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
@@ -9,6 +9,9 @@ from vllm.v1.request import Request
 from compressors import MethodSpec, Probe
 from scheduler.adaptation import wider_ratio
 from scheduler.draft_length import DraftLength, Fixed
+
+if TYPE_CHECKING:
+    from vericache.engine.certified import CertifiedSoFar
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Detached:
     simulated_bytes: int | None = None  # what they would take if they were packed, where pages are simulated
     full_bytes: int = 1  # full KV of the same context
     recoveries: int = 0  # times the request had to become a plain row again
+    certified: "CertifiedSoFar | None" = None  # it decodes by certified rows instead of rounds
 
     @property
     def request_id(self) -> str:
@@ -78,8 +82,10 @@ class Detached:
         simulated = {}
         if self.simulated_bytes is not None:  # ``compressed_fraction`` is what the arena really holds
             simulated["simulated_fraction"] = round(self.simulated_bytes / self.full_bytes, 4)
+        left = "draft" if self.certified is None else "certified"
+        certified = {} if self.certified is None else {"certified": self.certified.summary()}
         return {
-            "mode": "draft" if resident_reason is None else "resident",
+            "mode": left if resident_reason is None else "resident",
             "reason": resident_reason,
             "recoveries": self.recoveries,
             "compressor": self.spec.name,
@@ -96,4 +102,5 @@ class Detached:
             "acceptance_length": round(1 + accepted / len(self.rounds), 3) if self.rounds else None,
             "drafted_per_round": [k for k, _ in self.rounds],
             "accepted_per_round": [a for _, a in self.rounds],
+            **certified,
         }

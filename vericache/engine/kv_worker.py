@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from compressors import Shape
-from vericache.draft.runtime import DraftRuntime, Observed
+from vericache.draft.runtime import DraftRuntime, HostRuntime, Observed
 from vericache.draft.step import ArenaRow
+from vericache.engine.certified_worker import CertifiedWorker
 from vericache.engine.compression import CompressionWorker
 from vericache.engine.ops import (
     MEASURED,
+    CertifiedRow,
     Compress,
     DraftRow,
     Failure,
@@ -45,10 +47,20 @@ class KVWorker:
     """Owns the worker's arena and copies; holds no request state. One ``StepReport`` per step."""
 
     def __init__(
-        self, shape: Shape, runtime: DraftRuntime, layout: PageLayout, caches: list[Tensor], copies: CopyEngine
+        self,
+        shape: Shape,
+        runtime: DraftRuntime,
+        layout: PageLayout,
+        caches: list[Tensor],
+        copies: CopyEngine,
+        certified: CertifiedWorker | None = None,
     ) -> None:
+        """``certified``: where certified rows can occur, the V1 runner on the CPU."""
         self.runtime, self.arena, self.copies = runtime, runtime.arena, copies
-        self.compression = CompressionWorker(self.arena, shape, layout, caches)
+        self.certified = certified
+        if isinstance(runtime, HostRuntime):
+            runtime.reader = certified
+        self.compression = CompressionWorker(self.arena, shape, layout, caches, certified)
         self._report = StepReport()
         self._started: StepMetadata | None = None
         self._lost: set[str] = set()  # requests whose reload failed in this step
@@ -82,10 +94,11 @@ class KVWorker:
             if isinstance(row, ProbeRow):
                 lo, hi = query_start[index], query_start[index + 1]
                 found.observed.append((lo, hi, self.compression.scoring_row(row)))
-            is_draft = isinstance(row, DraftRow)
+            is_draft = isinstance(row, DraftRow | CertifiedRow)
             found.unwritten.append(is_draft or (isinstance(row, ProbeRow) and row.replay))
-            in_slot = row if isinstance(row, DraftRow | VerifyRow) else None
-            found.slots.append(ArenaRow(in_slot.slot, in_slot.base, is_draft) if in_slot is not None else None)
+            in_slot = row if isinstance(row, DraftRow | VerifyRow | CertifiedRow) else None
+            policy = row.policy if isinstance(row, CertifiedRow) else None
+            found.slots.append(ArenaRow(in_slot.slot, in_slot.base, is_draft, policy) if in_slot is not None else None)
         return found
 
     # -- operations, from the connector ----------------------------------------------------------------
@@ -109,6 +122,9 @@ class KVWorker:
     def take_report(self) -> StepReport:
         report, self._report = self._report, StepReport()
         report.arena_bytes = self.arena.bytes_held
+        if self.certified is not None:
+            report.arena_bytes += self.certified.bytes_held
+            report.certified = self.certified.take()
         running, self._running = self._running, []
         for op, ticket in running:
             if (seconds := ticket.seconds) is None:

@@ -12,14 +12,17 @@ from typing import Any, ClassVar, Literal
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from vericache.certified.decided import Decided
+
 TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 25, 32, 48, 64, 128)
+ERRORS = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
 DIRECTIONS = ("to_device", "to_host")
 PROMOTIONS = (
     "cache_reset", "compression_failed", "host_store_full", "no_scratch_blocks", "offload_failed", "reload_failed",
-    "room", "scoring_too_long", "write_back_failed",
+    "room", "scoring_too_long", "tail_full", "write_back_failed",
 )  # fmt: skip
 FALLBACKS = (
     "bad_option", "failures", "method", "no_pay", "off", "pools_full", "room", "short_output", "short_prompt",
@@ -65,6 +68,20 @@ METRICS: dict[str, Metric] = {
         values=PROMOTIONS,
     ),
     "vericache_fallbacks": Metric("counter", "Requests that never drafted.", "reason", values=FALLBACKS),
+    "vericache_certified_tokens": Metric("counter", "Tokens decoded by certified rows."),
+    "vericache_certified_decisions": Metric(
+        "counter",
+        "Decisions of certified rows (one per layer and KV head): nothing fetched, some tokens, or all.",
+        "fetched",
+    ),
+    "vericache_certified_fetched_tokens": Metric("counter", "Tokens that decisions fetched, of one KV head each."),
+    "vericache_certified_fetched_bytes": Metric("counter", "Bytes that decisions fetched from host memory."),
+    "vericache_certificate": Metric(
+        "histogram", "Largest certificate of a certified row, of all its layers and queries.", buckets=ERRORS
+    ),
+    "vericache_certified_error": Metric(
+        "histogram", "True relative error of attention outputs, of decisions drawn for that.", buckets=ERRORS
+    ),
     "vericache_requests": Metric("gauge", "Detached requests by state; `held`: their drafts would not pay.", "state"),
     "vericache_link_ring_ratio": Metric("gauge", "Share of the window's link time that is promised to reloads."),
     "vericache_page_ring_pages": Metric("gauge", "Transient pages promised in the window's fullest iteration."),
@@ -93,6 +110,18 @@ class Telemetry:
         self.count("vericache_rejected_rounds", int(accepted < drafted))
         self.sample("vericache_draft_length", drafted)
         self.sample("vericache_accepted_tokens_per_verify", accepted)
+
+    def certified(self, found: Decided) -> None:
+        """One certified row."""
+        self.count("vericache_certified_tokens")
+        some = found.fetching - found.fallbacks
+        for label, number in (("none", found.decisions - found.fetching), ("some", some), ("all", found.fallbacks)):
+            self.count("vericache_certified_decisions", number, label)
+        self.count("vericache_certified_fetched_tokens", found.tokens)
+        self.count("vericache_certified_fetched_bytes", found.num_bytes)
+        for name, values in (("certificate", found.certificates), ("certified_error", found.measured)):
+            for value in values:
+                self.sample(f"vericache_{name}", value)
 
     def take(self, gauges: dict[str, dict[str, float]], status: dict[str, Any] | None = None) -> "Stats":
         counts = {name: dict(values) for name, values in self._counts.items()}

@@ -23,6 +23,7 @@ LEGEND = {
     "D": "draft",
     "L": "draft while the full KV is loaded",
     "V": "verify",
+    "B": "certified row",
     ".": "waits",
 }
 
@@ -76,6 +77,8 @@ class EngineStats:
         for draft in plan.drafts:
             loading = coordinator.planner.tracks[draft.record.request_id].state is State.LOADING
             letters[draft.record.request_id] = "L" if loading else "D"
+        for row in plan.certified:
+            letters[row.record.request_id] = "B"
         for verify in plan.verifies:
             letters[verify.record.request_id] = "V"
         self.trace.append(letters)

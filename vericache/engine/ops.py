@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from compressors import MethodSpec
+from vericache.certified.attention import Policy
+from vericache.certified.decided import Decided
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,17 @@ class ProbeRow:
     replay: bool  # known positions: K/V must not be written again
 
 
-Row = DraftRow | VerifyRow | ProbeRow
+@dataclass(frozen=True)
+class CertifiedRow:
+    """The request's own one-token row, which reads the arena slot and host pages (``vericache.certified``)."""
+
+    row_id: str
+    slot: int
+    base: int
+    policy: Policy
+
+
+Row = DraftRow | VerifyRow | ProbeRow | CertifiedRow
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class Compress:
     context: int
     spec: MethodSpec
     probes: int  # scoring rows that must have been seen
+    pages: tuple[int, ...] = ()  # the context's host pages, where decode is certified: absent tokens are fetched there
 
 
 @dataclass(frozen=True)
@@ -139,11 +152,16 @@ class StepReport(KVConnectorWorkerMetadata):
     transfers: list[Transfer] = field(default_factory=list)
     compressed: dict[str, int] = field(default_factory=dict)  # request -> head pages used
     arena_bytes: int = 0  # held by slots after this step
+    certified: dict[str, Decided] = field(default_factory=dict)  # by request, of its row in this step
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Combine the ranks' reports: every failure counts, sizes are the largest rank's."""
         assert isinstance(other, StepReport)
         mine, theirs = self.compressed, other.compressed
         pages = {k: max(mine.get(k, 0), theirs.get(k, 0)) for k in mine | theirs}
+        decided = {k: self.certified.get(k, Decided()) + other.certified.get(k, Decided())
+                   for k in self.certified | other.certified}  # fmt: skip
         slower = max(self.transfers, other.transfers, key=lambda ts: sum(t.seconds for t in ts))
-        return StepReport(self.failures + other.failures, slower, pages, max(self.arena_bytes, other.arena_bytes))
+        return StepReport(
+            self.failures + other.failures, slower, pages, max(self.arena_bytes, other.arena_bytes), decided
+        )

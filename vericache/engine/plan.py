@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vericache.engine.detached import Detached
-from vericache.engine.ops import DraftRow, Op, ProbeRow, VerifyRow
+from vericache.engine.ops import CertifiedRow, DraftRow, Op, ProbeRow, VerifyRow
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class Certify:
+    """A certified row of one step: the request's pending token at position ``context``."""
+
+    record: Detached
+    row: CertifiedRow
+
+
+@dataclass(frozen=True)
 class Probing:
     """A scoring row of one step: ``tokens[start:]`` are computed."""
 
@@ -55,6 +63,7 @@ class StepPlan:
 
     drafts: list[Draft] = field(default_factory=list)
     verifies: list[Verify] = field(default_factory=list)
+    certified: list[Certify] = field(default_factory=list)
     probes: list[Probing] = field(default_factory=list)
     settling: list[Detached] = field(default_factory=list)  # compressions issued in this step
     folds: list[tuple[int, int]] = field(default_factory=list)  # (arena slot, strips of its tail to pack)
@@ -72,4 +81,6 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.drafts) + sum(1 + len(v.drafts) for v in self.verifies) + self.probe_tokens
+        return (
+            len(self.drafts) + len(self.certified) + sum(1 + len(v.drafts) for v in self.verifies) + self.probe_tokens
+        )

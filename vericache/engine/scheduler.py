@@ -169,6 +169,8 @@ class VeriCacheScheduler(AsyncScheduler):
                 verify.drafts,
                 with_tokens=not self.use_v2_model_runner,
             )
+        for each in plan.certified:  # as a verify row without drafts, over no blocks
+            rows.add_verify_row(scheduler_output, each.record.request, (), [], with_tokens=True)
         for draft in plan.drafts:
             row_id = draft.row.row_id
             if draft.before or self.use_v2_model_runner:
@@ -182,7 +184,8 @@ class VeriCacheScheduler(AsyncScheduler):
             count = len(probe.tokens) - probe.start
             row = probe.row
             rows.add_new_row(scheduler_output, row.row_id, probe.tokens, probe.start, row.blocks, _PROBE_PARAMS, count)
-        typed = (*(d.row for d in plan.drafts), *(v.row for v in plan.verifies), *(p.row for p in plan.probes))
+        ours = (plan.drafts, plan.verifies, plan.certified, plan.probes)
+        typed = tuple(each.row for kind in ours for each in kind)
         metadata = StepMetadata(
             tuple(plan.drops), typed, tuple(plan.before), tuple(plan.after), tuple(plan.folds), tuple(plan.ended)
         )

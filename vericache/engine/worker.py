@@ -18,6 +18,7 @@ from compressors import Shape, Surrogate
 from vericache.draft import backend
 from vericache.draft.arena import DraftArena
 from vericache.draft.runtime import DraftRuntime, HostRuntime
+from vericache.engine.certified_worker import CertifiedWorker
 from vericache.engine.connector import VeriCacheConnector
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.pages import PageLayout
@@ -59,8 +60,12 @@ class DraftWorker(ABC):
         if settings.surrogate is not None:
             shape = replace(shape, surrogates=self._surrogates(settings.surrogate, shape, caches[0].device))
         runtime = self._runtime(shape, plan, caches[0])
-        copies = self._copies(caches, HostStore(plan.host_pages, caches))
-        connector.worker = KVWorker(shape, runtime, self._layout(plan, first, caches), caches, copies)
+        store = HostStore(plan.host_pages, caches)
+        layout = self._layout(plan, first, caches)
+        certified = None
+        if isinstance(runtime, HostRuntime):
+            certified = CertifiedWorker(runtime.arena, layout, caches, store, settings.measured_share)
+        connector.worker = KVWorker(shape, runtime, layout, caches, self._copies(caches, store), certified)
         backend.attach(layers, runtime)
 
     def model_fingerprint(self) -> str:

@@ -7,6 +7,7 @@ from openai import OpenAI
 # A nearly perfect drafter: whole blocks are accepted, and whatever ends a request ends it inside one.
 PERFECT = {"vericache_compressor": "streaming_llm", "vericache_counts": "uniform", "vericache_ratio": 1.0}
 OFF = {"vericache_mode": "off"}
+CERTIFIED = {"vericache_mode": "certified"}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"enum": ["a", "b"]}}, "required": ["n", "s"]}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 STANDARD = {

@@ -13,7 +13,7 @@ from openai import OpenAI
 from benchmarks.prometheus import LivePrometheus, filled_in
 from benchmarks.server import LiveServer
 from tests.deploy.promql import RULES, labels_named, rules, selectors, shown
-from tests.engine.commands.asking import OFF, PERFECT, completion
+from tests.engine.commands.asking import CERTIFIED, OFF, PERFECT, completion
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus")
 INTERVAL = "5m"  # longer than the load: nothing that happened is forgotten
@@ -23,7 +23,8 @@ INTERVAL = "5m"  # longer than the load: nothing that happened is forgotten
 def prometheus(
     server: LiveServer, client: OpenAI, texts: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LivePrometheus]:
-    """After load: drafting requests, plain ones, sampled ones, a repeated prompt; then the rules were evaluated."""
+    """After load: drafting requests, plain ones, sampled ones, certified ones, a repeated prompt; then the rules were
+    evaluated."""
     watching = LivePrometheus(server, tmp_path_factory.mktemp("prometheus"), RULES)
     try:
         watching.wait_for('up{job="vericache"}', 1)  # a rate needs a sample from before the load
@@ -32,7 +33,12 @@ def prometheus(
                 asked = [
                     pool.submit(completion, client, prompt, more, options)
                     for prompt in (texts["summarise"], texts["extract_json"])
-                    for more, options in (({}, PERFECT), ({"temperature": 0.8}, {}), ({}, OFF))
+                    for more, options in (
+                        ({}, PERFECT),
+                        ({"temperature": 0.8}, {}),
+                        ({}, OFF),
+                        ({"max_tokens": 4}, CERTIFIED),
+                    )
                 ]
                 for each in asked:
                     each.result()

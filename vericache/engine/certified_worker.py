@@ -1,0 +1,134 @@
+"""Certified decode on the worker: a sketch and probabilities beside each slot, absent tokens from the host store."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from compressors import Kept
+from vericache.certified.attention import Outcome, Sampled, certified_attention, padded
+from vericache.certified.decided import Decided
+from vericache.certified.sketch import KeySketch, sketch_keys
+from vericache.draft.arena import DraftArena
+from vericache.draft.step import CertifiedToken
+from vericache.engine.ops import Compress
+from vericache.engine.pages import PageLayout
+from vericache.store.host import HostStore
+
+
+@dataclass(frozen=True)
+class Decidable:
+    """What decisions about one slot read beside the arena. ``inclusion`` float64 ``[L, H, n]``, ``places`` per layer
+    (``Sampled.positions``), ``pages`` int64: the context's host pages."""
+
+    request_id: str
+    pages: Tensor
+    inclusion: Tensor
+    places: list[Tensor]
+    sketches: list[KeySketch]
+
+    @property
+    def nbytes(self) -> int:
+        """Of sketches and probabilities: what certified decode holds beside the arena."""
+        return sum(s.nbytes for s in self.sketches) + self.inclusion.nbytes
+
+
+@dataclass
+class CertifiedWorker:
+    """Owns what certified slots hold beside the arena, and counts what their rows did. ``measured``: share of
+    (position, layer) that is also computed densely."""
+
+    arena: DraftArena
+    layout: PageLayout
+    caches: list[Tensor]
+    store: HostStore
+    measured: float
+    _slots: dict[int, Decidable] = field(default_factory=dict)
+    _decided: dict[str, Decided] = field(default_factory=dict)
+    _due: float = 0.0
+
+    def fill(self, op: Compress, kept: Kept, blocks: Tensor) -> None:
+        """The slot has been filled with ``kept``, from the context in ``blocks``.
+
+        Raises:
+            CompressionError: keys that are not finite.
+        """
+        assert kept.inclusion is not None, "only samples can be certified"
+        everything = torch.arange(op.context)
+        keys = (self.layout.read_keys(cache, blocks, everything) for cache in self.caches)
+        self._slots[op.slot] = Decidable(
+            op.request_id,
+            torch.tensor(op.pages),
+            kept.inclusion.double(),
+            [padded(counts, kept.layer(i), op.context) for i, counts in enumerate(kept.counts)],
+            [sketch_keys(each) for each in keys],
+        )
+
+    def drop(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def take(self) -> dict[str, Decided]:
+        """What the rows of this step did, by request."""
+        taken, self._decided = self._decided, {}
+        return taken
+
+    def attend(self, asked: CertifiedToken, layer: int, query: Tensor, scale: float) -> Tensor:
+        """``query [Hq, D]`` -> float32 ``[Hq, D]``."""
+        slot = self._slots[asked.slot]
+        keys, values, *tail = self.arena.tokens(asked.slot, layer, asked.tail)
+        sampled = Sampled(slot.sketches[layer], slot.inclusion[layer], slot.places[layer], keys, values)
+        grouped = query.unflatten(0, (len(keys), -1))
+        behind = (tail[0], tail[1])
+        outcome = certified_attention(
+            grouped, sampled, behind, scale, asked.policy, lambda head, at: self._read(slot, layer, head, at)
+        )
+        self._count(slot.request_id, layer, outcome, grouped, behind, scale)
+        return outcome.output.flatten(0, 1)
+
+    def _read(self, slot: Decidable, layer: int, head: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[k, D]`` of one KV head, from the host."""
+        keys, values = self.layout.read(self.store.data[:, layer, head : head + 1], slot.pages, positions)
+        return keys[0], values[0]
+
+    def _count(
+        self, request_id: str, layer: int, outcome: Outcome, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
+    ) -> None:
+        tokens, worst = int(outcome.fetched.sum()), outcome.error.max().item()
+        token_bytes = 2 * query.shape[-1] * self.store.data.element_size()
+        now = self._decided.get(request_id, Decided())
+        # One certificate a position: the largest of its layers.
+        before = now.certificates or (0.0,)
+        found = Decided(
+            len(query),
+            int((outcome.fetched > 0).sum()),
+            tokens,
+            tokens * token_bytes,
+            int((outcome.fallback & (outcome.fetched > 0)).sum()),
+        )
+        total = now + found
+        measured = (*total.measured, *self._measure(request_id, layer, outcome, query, tail, scale))
+        self._decided[request_id] = Decided(
+            total.decisions, total.fetching, total.tokens, total.num_bytes, total.fallbacks,
+            (max(worst, *before),), measured,
+        )  # fmt: skip
+
+    def _measure(
+        self, request_id: str, layer: int, outcome: Outcome, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
+    ) -> list[float]:
+        """The true error of every KV head, of a share of all calls: each time the share adds up to one."""
+        self._due += self.measured
+        if self._due < 1:
+            return []
+        self._due -= 1
+        slot = next(s for s in self._slots.values() if s.request_id == request_id)
+        everything = torch.arange(slot.inclusion.shape[-1])
+        keys, values = self.layout.read(self.store.data[:, layer], slot.pages, everything)
+        logits = query.float() @ torch.cat([keys, tail[0]], 1).float().mT * scale
+        exact = logits.softmax(-1) @ torch.cat([values, tail[1]], 1).float()
+        errors = (outcome.output - exact).norm(dim=-1) / exact.norm(dim=-1)
+        found: list[float] = errors.amax(-1).tolist()
+        return found
