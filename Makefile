@@ -9,11 +9,12 @@ LOCK := requirements/cpu.lock
 # Weights in huge pages: decoding on a CPU reads all of them for every token (glibc 2.35+; ignored elsewhere).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: help install demo test check lock clean
+.PHONY: help install demo test test-all check lock clean
 
 help:
 	@echo "make demo    plain vLLM against VeriCache on a bundled model (about 3 minutes after install)"
-	@echo "make test    lint, types, imports and the whole test suite"
+	@echo "make test    lint, types, imports and the test suite (15 to 40 minutes on two cores)"
+	@echo "make test-all  the same with the slow tests: more bit widths, more methods on more runners (twice the time)"
 	@echo "make check   lint, types and imports only"
 	@echo "make lock    pin the dependencies anew (needs uv)"
 
@@ -42,6 +43,9 @@ check: install
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-all: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m ''
 
 lock:
 	uv pip compile -q --universal --no-annotate --no-header --python-version 3.11 \

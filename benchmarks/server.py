@@ -68,6 +68,11 @@ class LiveServer:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def engine_pids(self) -> list[int]:
+        """Processes of the engines; vLLM names them."""
+        found = subprocess.run(["pgrep", "-g", str(self.process.pid), "-f", "EngineCore"], capture_output=True)
+        return [int(pid) for pid in found.stdout.split()]
+
     def get(self, path: str, key: str | None = None, method: str = "GET") -> tuple[int, str]:
         """Status and body, with the server's own key unless another is given ("" for none)."""
         return self._ask(urllib.request.Request(self.url + path, method=method), key)

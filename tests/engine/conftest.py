@@ -1,8 +1,9 @@
 """Engine tests come in groups, one folder each. A group has one engine for all its tests, and with pytest-xdist a
-group stays in one process: ``full`` and ``rounds`` run the bundled model, ``small`` and ``packed`` its first layers (a
-fifth of the time), ``elastic`` a tiny one, ``commands`` starts processes of its own."""
+group stays in one process: ``full`` runs the bundled model, ``small`` and ``packed`` its first layers (a fifth of the
+time), ``elastic`` a tiny one, ``commands`` starts processes of its own."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -18,11 +20,11 @@ from vericache.demo import model, prompts
 from vericache.demo.worker import Job, run_in_process
 
 # Engine arguments of the groups that have an engine.
-GROUPS: dict[str, dict[str, Any]] = {"full": {"max_model_len": 3072}, "rounds": {}, "small": {}, "packed": {}}
+GROUPS: dict[str, dict[str, Any]] = {"full": {"max_model_len": 3072}, "small": {}, "packed": {}}
 GROUPS["elastic"] = {"num_gpu_blocks_override": 41}  # four of its prompts with their output, and four to spare
 PROMPT_TOKENS = 240
 OUTPUT_TOKENS = 40
-SMALL_LAYERS = 6
+SMALL_LAYERS = 4
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -74,20 +76,21 @@ def stock_output(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[in
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, full_folder: Path, small_folder: Path) -> Path:
     """The model of the test's group."""
-    return small_folder if request.path.parent.name in ("small", "packed") else full_folder
-
-
-@pytest.fixture(scope="session")
-def _stock() -> dict[Path, dict[str, list[int]]]:
-    return {}
+    return full_folder if request.path.parent.name == "full" else small_folder
 
 
 @pytest.fixture
-def stock(folder: Path, texts: dict[str, list[int]], _stock: dict[Path, dict[str, list[int]]]) -> dict[str, list[int]]:
-    """Stock vLLM's greedy output for ``texts``."""
-    if folder not in _stock:
-        _stock[folder] = stock_output(folder, texts)
-    return _stock[folder]
+def stock(
+    request: pytest.FixtureRequest, folder: Path, texts: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[int]]:
+    """Stock vLLM's greedy output for ``texts``, made once for all processes of a run."""
+    group, base = request.path.parent.name, tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    shared = base / f"stock-{group if group in ('full', 'elastic') else 'small'}.json"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            shared.write_text(json.dumps(stock_output(folder, texts)))
+    return dict(json.loads(shared.read_text()))
 
 
 class LiveGroup:

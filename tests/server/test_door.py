@@ -1,5 +1,6 @@
 """The key and the request checks, in front of an app that answers everything."""
 
+import asyncio
 import base64
 import json
 from typing import Any
@@ -101,15 +102,32 @@ def test_other_bodies_arrive_as_they_were(client: TestClient, body: str) -> None
 
 
 def test_new_work_is_refused_while_the_server_drains(client: TestClient) -> None:
+    class Processor:
+        def __init__(self) -> None:
+            self.request_states = {"a": None, "b": None}
+
+        def abort_requests(self, ids: list[str], internal: bool) -> None:
+            assert internal
+            for each in ids:
+                del self.request_states[each]
+
     class Engine:
+        def __init__(self) -> None:
+            self.output_processor = Processor()
+
         def shutdown(self, timeout: float) -> float:
             return timeout
 
     engine, app = Engine(), client.app
-    watch_shutdown(engine, app.state)  # type: ignore[attr-defined]
     key = {"Authorization": "Bearer one"}
-    assert client.post("/v1/completions", json={}, headers=key).status_code == 200
-    assert engine.shutdown(timeout=3) == 3
+
+    async def shut_down() -> float:
+        watch_shutdown(engine, app.state)  # type: ignore[attr-defined]
+        assert client.post("/v1/completions", json={}, headers=key).status_code == 200
+        return await asyncio.to_thread(engine.shutdown, timeout=3)
+
+    assert asyncio.run(shut_down()) == 3
+    assert not engine.output_processor.request_states, "what outlasts the timeout is ended, not forgotten"
     refused = client.post("/v1/completions", json={}, headers=key)
     assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (503, 503, "1")
     assert client.get("/health").status_code == 503

@@ -19,13 +19,14 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_through_the_interpreter(part: str) -> None:
+def test_through_the_interpreter(part: str, pytestconfig: pytest.Config) -> None:
+    chosen = ["-n", "0", "-m", pytestconfig.option.markexpr, *map(str, PARTS[part])]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *map(str, PARTS[part])],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=850,
+        timeout=1700,
         cwd=TESTS.parents[1],
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -59,7 +59,7 @@ def rounds_by_drafting(reference: Reference, tokens: list[int], selection: Kept,
     return accepted
 
 
-@pytest.mark.parametrize("share", [0.2, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.7, marks=pytest.mark.slow), 1.0])
 def test_rounds_of_all_lengths_are_those_of_a_drafter(
     reference: Reference, prompt: list[int], output: list[int], share: float
 ) -> None:

@@ -79,7 +79,9 @@ def prompt(v2_folder: Path) -> list[int]:
     return list(AutoTokenizer.from_pretrained(v2_folder).encode(prose)[:64])
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if GPU or name == "json" else pytest.mark.slow) for name in REQUESTS]
+)
 def test_answers_are_the_same_without_drafting(v2_client: OpenAI, prompt: list[int], name: str) -> None:
     asked = {"max_tokens": 10, **REQUESTS[name]}
     drafted, plain = (completion(v2_client, prompt, asked, options) for options in ({}, OFF))

@@ -57,7 +57,7 @@ def random_tokens(folder: Path, tmp_path: Path) -> list[object]:
     return ["--dataset-name", "random", "--random-input-len", INPUT, "--random-output-len", OUTPUT]
 
 
-@pytest.mark.parametrize("data", [random_tokens, text_slices])
+@pytest.mark.parametrize("data", [random_tokens, pytest.param(text_slices, marks=pytest.mark.slow)])
 def test_vllms_benchmark_counts_what_the_server_counts(
     server: LiveServer, small_folder: Path, tmp_path: Path, data: Any
 ) -> None:

@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from benchmarks.server import LiveServer, command
 from tests.engine.commands.conftest import FLAGS
-from tests.engine.conftest import OUTPUT_TOKENS, stock_output
+from tests.engine.conftest import OUTPUT_TOKENS
 from tests.engine.harness import ENGINE, SETTINGS
 from vericache.demo.worker import ENVIRONMENT, Job, run_in_process
 
@@ -21,11 +21,6 @@ from vericache.demo.worker import ENVIRONMENT, Job, run_in_process
 @pytest.fixture(scope="module")
 def some(texts: dict[str, list[int]]) -> dict[str, list[int]]:
     return dict(list(texts.items())[:3])
-
-
-@pytest.fixture(scope="module")
-def stock(small_folder: Path, some: dict[str, list[int]]) -> dict[str, list[int]]:
-    return stock_output(small_folder, some)
 
 
 def test_concurrent_completions_are_stock_vllms(
@@ -45,11 +40,12 @@ def test_concurrent_completions_are_stock_vllms(
         assert answer.kv_transfer_params["vericache"]["mode"] == "draft"
 
 
+@pytest.mark.slow
 def test_one_seat(small_folder: Path, some: dict[str, list[int]], stock: dict[str, list[int]]) -> None:
     """``--max-num-seqs 1`` (vLLM #5302): drafts and verifies share the one row there is."""
     job = Job(str(small_folder), some, OUTPUT_TOKENS, {**ENGINE, "max_num_seqs": 1}, SETTINGS, ignore_eos=True)
     result = run_in_process(job)
-    assert result.tokens == stock
+    assert result.tokens == {name: stock[name] for name in some}
     assert {summary["mode"] for summary in result.summaries.values()} == {"draft"}
 
 
@@ -71,9 +67,8 @@ def test_a_dead_engine_is_not_healthy(small_folder: Path, some: dict[str, list[i
             answer = pool.submit(server.post, "/v1/completions", body)
             time.sleep(2)
             assert json.loads(server.get("/vericache/status")[1])["engines"]["0"]["requests"]
-            found = subprocess.run(["pgrep", "-g", str(server.process.pid), "-f", "EngineCore"], capture_output=True)
-            for pid in found.stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
+            for pid in server.engine_pids():
+                os.kill(pid, signal.SIGKILL)
             try:
                 status = answer.result(timeout=60)[0]
             except OSError:  # the connection ends
@@ -90,9 +85,9 @@ def test_a_dead_engine_is_not_healthy(small_folder: Path, some: dict[str, list[i
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--vericache-ratio", "1.5"], "ratio"),
+        pytest.param(["--vericache-ratio", "1.5"], "ratio", marks=pytest.mark.slow),
         (["--vericache-compresor", "kvzip"], "--vericache-compressor"),
-        (["--pipeline-parallel-size", "2"], "pipeline"),
+        pytest.param(["--pipeline-parallel-size", "2"], "pipeline", marks=pytest.mark.slow),
     ],
 )
 def test_bad_flags_are_one_clear_line(small_folder: Path, arguments: list[str], message: str) -> None:

@@ -11,14 +11,14 @@ from benchmarks.server import LiveServer
 
 
 def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenAI, texts: dict[str, list[int]]) -> None:
-    """A stream under way is finished within --shutdown-timeout, new requests are refused meanwhile; no process of the
-    server outlives it."""
+    """A stream under way is finished, new requests are refused meanwhile; one that is not done by --shutdown-timeout is
+    told so, with the tokens there are; no process of the server outlives it."""
 
-    def stream() -> tuple[str, int]:
+    def stream(max_tokens: int) -> tuple[str, int]:
         chunks = client.completions.create(
             model="demo",
             prompt=texts["summarise"],
-            max_tokens=250,
+            max_tokens=max_tokens,
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
@@ -31,7 +31,7 @@ def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenA
         return reason, count
 
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(stream)
+        short, long = pool.submit(stream, 40), pool.submit(stream, 700)
         time.sleep(1.5)
         os.kill(server.process.pid, signal.SIGTERM)
         deadline = time.monotonic() + 10
@@ -40,7 +40,12 @@ def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenA
         assert server.get("/health")[0] == 503
         assert server.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 1})[0] == 503
         assert server.get("/live")[0] == 200
-        assert answer.result(timeout=60) == ("length", 250)
+        assert short.result(timeout=60) == ("length", 40)
+        for pid in server.engine_pids():
+            os.kill(pid, signal.SIGSTOP)  # so slow that no timeout is long enough
+        reason, count = long.result(timeout=60)
+        assert reason == "abort"
+        assert 0 < count < 700
     server.process.wait(timeout=60)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:

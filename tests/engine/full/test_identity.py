@@ -1,7 +1,5 @@
 """float32: the output is plain vLLM's, token for token, whatever drafts."""
 
-import itertools
-
 import pytest
 from vllm import SamplingParams
 
@@ -14,22 +12,27 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=Tr
 # Covers every ratio with every policy, both concurrencies, and count modes of some methods; every method is in
 # small/test_methods.py, and all of it is a run of benchmarks.lossless --full.
 CASES = [
-    ("streaming_llm", "uniform", 0.5, "staggered", 4),
     ("streaming_llm", "uniform", 0.25, "lockstep", 1),
-    ("snapkv", "uniform", 0.25, "staggered", 4),
     ("snapkv", "per_layer", 0.5, "lockstep", 4),
+    ("kvzip", "per_head", 0.25, "staggered", 4),
+    ("kvzip", "uniform", 0.5, "staggered", 1),
+    ("random", "per_head", 0.25, "lockstep", 4),
+]
+MORE = [
+    ("streaming_llm", "uniform", 0.5, "staggered", 4),
+    ("snapkv", "uniform", 0.25, "staggered", 4),
     ("snapkv", "per_head", 0.25, "staggered", 1),
-    ("kvzip", "uniform", 0.25, "lockstep", 4),
     ("kvzip", "per_layer", 0.25, "staggered", 4),
-    ("kvzip", "per_head", 0.5, "staggered", 1),
-    ("kvzip", "per_head", 0.25, "lockstep", 4),
+    ("kvzip", "per_head", 0.5, "lockstep", 1),
     ("random", "uniform", 0.25, "staggered", 1),
     ("random", "per_layer", 0.25, "lockstep", 4),
-    ("random", "per_head", 0.25, "staggered", 4),
 ]
 
 
-@pytest.mark.parametrize(("compressor", "counts", "ratio", "policy", "at_once"), CASES)
+@pytest.mark.parametrize(
+    ("compressor", "counts", "ratio", "policy", "at_once"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
 def test_greedy_equals_stock_vllm(
     engine: Harness,
     texts: dict[str, list[int]],
@@ -88,7 +91,15 @@ def test_mixed_with_resident_requests(
     assert "min_prompt_tokens" in reports[1]["reason"]
 
 
-@pytest.mark.parametrize(("policy", "compressor"), itertools.product(["staggered", "lockstep"], ["kvzip", "random"]))
+@pytest.mark.parametrize(
+    ("policy", "compressor"),
+    [
+        ("staggered", "kvzip"),
+        ("lockstep", "random"),
+        pytest.param("staggered", "random", marks=pytest.mark.slow),
+        pytest.param("lockstep", "kvzip", marks=pytest.mark.slow),
+    ],
+)
 def test_sampled_equals_full_kv_sampling(
     engine: Harness, texts: dict[str, list[int]], policy: str, compressor: str
 ) -> None:

@@ -12,6 +12,14 @@ FORMATS = ["turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2", "rotat
 RECENT = 8  # fewer uncompressed tokens than by default, so that short outputs are folded
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of it for one format, identity and rounds of one method for each; the rest is slow."""
+    for item in items:
+        found = item.callspec.params if hasattr(item, "callspec") else {}
+        if found.get("page_format", FORMATS[0]) != FORMATS[0] and found.get("compressor") != "streaming_llm":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", params=FORMATS)
 def page_format(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -111,7 +111,7 @@ def test_many_disconnects_while_loading(
     """Public fault 15: blocks of aborted loading requests come back every time."""
     slow_link(engine)
     free = engine.coordinator.blocks.free
-    for i in range(12):
+    for i in range(6):
         name = f"client{i}"
         engine.add(name, texts["summarise"], GREEDY)
         engine.run_until(lambda name=name: engine.states().get(name) == "LOADING")

@@ -4,7 +4,7 @@ batch-invariant kernels."""
 import pytest
 import torch
 
-from tests.interpreted.engine.v2_engine import V2Engine, params
+from tests.interpreted.engine.v2_engine import SLOW, V2Engine, params
 from vericache.engine.plan import StepPlan
 
 EXACT = not torch.cuda.is_available()  # the drafts too; in bfloat16 draft attention rounds differently
@@ -26,7 +26,7 @@ def test_everything_kept_is_everything_accepted(engine: V2Engine, options: dict)
     assert [s["drafted_per_round"] for s in found] == [[4, 4, 2]] * 2 or not EXACT
 
 
-@pytest.mark.parametrize("policy", ["staggered", "lockstep"])
+@pytest.mark.parametrize("policy", ["staggered", pytest.param("lockstep", marks=SLOW)])
 def test_rejected_drafts_leave_nothing_behind(engine: V2Engine, policy: str) -> None:
     """Half of the context on a random model: nearly every draft is rejected. A short request stays plain."""
     prompts = [engine.prompt(60, 3), engine.prompt(20, 4), engine.prompt(90, 5)]
@@ -35,7 +35,7 @@ def test_rejected_drafts_leave_nothing_behind(engine: V2Engine, policy: str) -> 
     assert accepted(found) < 1
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize("ratio", [pytest.param(0.5, marks=SLOW), 1.0])
 def test_one_step_in_flight(one_step_engine: V2Engine, ratio: float) -> None:
     """All other tests have two: a verify row follows drafts that the host has not seen, and is followed by drafts."""
     prompts = [one_step_engine.prompt(60, 6), one_step_engine.prompt(50, 7)]
@@ -61,7 +61,7 @@ def test_no_step_goes_by_without_the_request(engine: V2Engine, ratio: float, mon
     assert rows[first : first + 20] == [1] * 20, "four rounds, none of which can be the last"
 
 
-@pytest.mark.parametrize("compressor", ["snapkv", "random"])
+@pytest.mark.parametrize("compressor", ["snapkv", pytest.param("random", marks=SLOW)])
 def test_scoring_rows_and_uneven_heads(engine: V2Engine, compressor: str) -> None:
     options = {"compressor_options": {"window": 8, "kernel": 3}} if compressor == "snapkv" else {}
     found = engine.same(
@@ -80,12 +80,11 @@ def test_compressed_anew_when_the_tail_is_long(engine: V2Engine) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-        {"logprobs": 3},
-        {"temperature": 0.9, "min_p": 0.05, "top_k": 20},
-        {"logit_bias": {5: 4.0, 9: -3.0}, "min_tokens": 5},
+        pytest.param({"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}, id="penalties"),
+        pytest.param({"logprobs": 3}, id="logprobs"),
+        pytest.param({"temperature": 0.9, "min_p": 0.05, "top_k": 20}, marks=SLOW, id="min-p"),
+        pytest.param({"logit_bias": {5: 4.0, 9: -3.0}, "min_tokens": 5}, marks=SLOW, id="bias"),
     ],
-    ids=["penalties", "logprobs", "min-p", "bias"],
 )
 def test_request_features(engine: V2Engine, options: dict) -> None:
     """Verify rows pass through vLLM's own sampler, with the history each token would have had."""

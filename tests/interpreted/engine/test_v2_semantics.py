@@ -11,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from benchmarks.engine import tokens
 from compressors.snapkv import SnapKV
 from tests.faults import BrokenError, failing_copies
-from tests.interpreted.engine.v2_engine import V2Engine, params
+from tests.interpreted.engine.v2_engine import SLOW, V2Engine, params
 from vericache.store.transfer import Direction
 
 EXACT = not torch.cuda.is_available()
@@ -32,7 +32,7 @@ def structured(temperature: float) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize(("temperature", "ratio"), [(0.0, 1.0), (0.8, 0.4)])
+@pytest.mark.parametrize(("temperature", "ratio"), [pytest.param(0.0, 1.0, marks=SLOW), (0.8, 0.4)])
 def test_structured_outputs(engine: V2Engine, temperature: float, ratio: float) -> None:
     prompts = [engine.prompt(60, 60 + i) for i in range(len(KINDS))]
     engine.configure(ratio=ratio, compressor="random", counts="per_head")
@@ -52,7 +52,9 @@ def test_rows_that_append_to_the_context(engine: V2Engine) -> None:
     assert all(s["mode"] == "draft" for s in found)
 
 
-@pytest.mark.parametrize("compressor", ["h2o", "expected_attention", "lagkv"])
+@pytest.mark.parametrize(
+    "compressor", ["h2o", *(pytest.param(name, marks=SLOW) for name in ("expected_attention", "lagkv"))]
+)
 def test_rows_that_replay_the_context_and_methods_that_read_it(engine: V2Engine, compressor: str) -> None:
     """H2O's rows begin anywhere in the context; Expected Attention needs values and the model's rotation."""
     options = {"h2o": {"chunk": 24}, "lagkv": {"lag": 8}}.get(compressor, {})
@@ -64,11 +66,10 @@ def test_rows_that_replay_the_context_and_methods_that_read_it(engine: V2Engine,
 @pytest.mark.parametrize(
     "options",
     [
-        {"bad_words": ["e", " the"]},
-        {"allowed_token_ids": list(range(40, 90))},
-        {"stop_token_ids": list(range(100, 180))},
+        pytest.param({"bad_words": ["e", " the"]}, id="bad words"),
+        pytest.param({"allowed_token_ids": list(range(40, 90))}, marks=SLOW, id="allowed tokens"),
+        pytest.param({"stop_token_ids": list(range(100, 180))}, marks=SLOW, id="stop tokens"),
     ],
-    ids=["bad words", "allowed tokens", "stop tokens"],
 )
 def test_more_request_features(engine: V2Engine, options: dict[str, Any]) -> None:
     engine.same([engine.prompt(60, 32), engine.prompt(70, 33)], params(2, 8, **options), ratio=0.8)
@@ -90,7 +91,12 @@ def test_stop_strings_and_several_outputs(engine: V2Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("direction", "which"), [(Direction.TO_DEVICE, 2), (Direction.TO_HOST, 1), (Direction.TO_HOST, 3)]
+    ("direction", "which"),
+    [
+        (Direction.TO_DEVICE, 2),
+        pytest.param(Direction.TO_HOST, 1, marks=SLOW),
+        pytest.param(Direction.TO_HOST, 3, marks=SLOW),
+    ],
 )
 def test_failing_copies(engine: V2Engine, direction: Direction, which: int) -> None:
     """A reload, an offload, a write-back: the request is computed again, or goes on; its row state begins anew."""

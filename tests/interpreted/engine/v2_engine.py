@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from vllm import SamplingParams
 
 from benchmarks.engine import LiveEngine, summaries, tokens
+
+SLOW = () if torch.cuda.is_available() else pytest.mark.slow  # a minute each through the interpreter
 
 
 class V2Engine(LiveEngine):
