@@ -86,7 +86,7 @@ class CertifiedWorker:
         outcome = certified_attention(
             grouped, sampled, behind, scale, asked.policy, lambda head, at: self._read(slot, layer, head, at)
         )
-        self._count(slot.request_id, layer, outcome, grouped, behind, scale)
+        self._count(slot, layer, outcome, grouped, behind, scale)
         return outcome.output.flatten(0, 1)
 
     def _read(self, slot: Decidable, layer: int, head: int, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,11 +95,11 @@ class CertifiedWorker:
         return keys[0], values[0]
 
     def _count(
-        self, request_id: str, layer: int, outcome: Outcome, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
+        self, slot: Decidable, layer: int, outcome: Outcome, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
     ) -> None:
         tokens, worst = int(outcome.fetched.sum()), outcome.error.max().item()
         token_bytes = 2 * query.shape[-1] * self.store.data.element_size()
-        now = self._decided.get(request_id, Decided())
+        now = self._decided.get(slot.request_id, Decided())
         # One certificate a position: the largest of its layers.
         before = now.certificates or (0.0,)
         found = Decided(
@@ -110,21 +110,20 @@ class CertifiedWorker:
             int((outcome.fallback & (outcome.fetched > 0)).sum()),
         )
         total = now + found
-        measured = (*total.measured, *self._measure(request_id, layer, outcome, query, tail, scale))
-        self._decided[request_id] = Decided(
+        measured = (*total.measured, *self._measure(slot, layer, outcome, query, tail, scale))
+        self._decided[slot.request_id] = Decided(
             total.decisions, total.fetching, total.tokens, total.num_bytes, total.fallbacks,
             (max(worst, *before),), measured,
         )  # fmt: skip
 
     def _measure(
-        self, request_id: str, layer: int, outcome: Outcome, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
+        self, slot: Decidable, layer: int, outcome: Outcome, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
     ) -> list[float]:
         """The true error of every KV head, of a share of all calls: each time the share adds up to one."""
         self._due += self.measured
         if self._due < 1:
             return []
         self._due -= 1
-        slot = next(s for s in self._slots.values() if s.request_id == request_id)
         everything = torch.arange(slot.inclusion.shape[-1])
         keys, values = self.layout.read(self.store.data[:, layer], slot.pages, everything)
         logits = query.float() @ torch.cat([keys, tail[0]], 1).float().mT * scale

@@ -6,6 +6,7 @@ import pytest
 from vllm import SamplingParams
 
 from benchmarks.engine import summaries, tokens
+from tests.engine.conftest import SMALL_LAYERS
 from tests.engine.harness import Harness
 from vericache.errors import RequestError
 
@@ -36,7 +37,7 @@ def test_as_epsilon_goes_to_0_the_tokens_are_dense_attentions(
         assert summary["mode"] == "certified"
         found = summary["certified"]
         assert found["tokens"] == 15  # the first one is the prompt's
-        assert found["decisions"] == 15 * 6 * 3
+        assert found["decisions"] == 15 * SMALL_LAYERS * 3
         assert found["largest_certificate"] <= 1e-9
         assert found["largest_measured_error"] < 1e-5
 
