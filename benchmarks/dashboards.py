@@ -1,7 +1,8 @@
 """Every panel of the Grafana dashboards, drawn from a live server: ``python -m benchmarks.dashboards``.
 
 Starts ``vericache serve`` on the bundled model and a Prometheus that scrapes it, sends the requests of the soak test
-with a pause in the middle, asks Prometheus for what each panel would show, and draws it: docs/results/dashboards.png.
+with a pause in the middle and a few certified ones, asks Prometheus for what each panel would show, and draws it:
+docs/results/dashboards.png.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from vericache.demo import model, prompts
 INTERVAL = 20  # seconds that a rate looks back
 STEP = 2  # seconds between two points
 COLUMNS = 4
+CERTIFIED = 3  # requests; they take seconds each
 UNITS = {"percentunit": "share", "ops": "per second", "s": "seconds", "Bps": "bytes per second", "short": ""}
 
 Series = Mapping[str, Sequence[tuple[float, float]]]  # legend -> (unix seconds, value)
@@ -41,7 +43,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     texts = list(prompts.load(list(prompts.PROMPTS), AutoTokenizer.from_pretrained(folder), 480).values())
     with tempfile.TemporaryDirectory() as temporary:
-        flags = [*FLAGS.split(), "--vericache-audit-share", "0.2"]
+        flags = [*FLAGS.split(), "--vericache-audit-share", "0.2", "--vericache-measured-share", "0.1"]
+        flags += ["--vericache-request-options", "[mode, epsilon, delta]"]
         server = LiveServer(folder, flags, Path(temporary) / "server.log")
         try:
             with console.status("starting the server"):
@@ -53,6 +56,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for _ in range(2):
                     with Progress(console=console) as progress:
                         asyncio.run(soak(server.url, texts, args, progress))
+                    for text in texts[:CERTIFIED]:
+                        asked = {"prompt": text[:240], "max_tokens": 6, "vllm_xargs": {"vericache_mode": "certified"}}
+                        server.post("/v1/completions", {"model": "soak", **asked})
                     time.sleep(args.pause)
                 found = {uid: list(shown(prometheus, uid, began, time.time())) for uid in DASHBOARDS}
             finally:

@@ -1,6 +1,7 @@
 """Certified decode on the worker: a sketch and probabilities beside each slot, absent tokens from the host store."""
 
 from dataclasses import dataclass, field
+from random import Random
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class CertifiedWorker:
     measured: float
     _slots: dict[int, Decidable] = field(default_factory=dict)
     _decided: dict[str, Decided] = field(default_factory=dict)
-    _due: float = 0.0
+    _random: Random = field(default_factory=lambda: Random(0))
 
     def fill(self, op: Compress, kept: Kept, blocks: Tensor) -> None:
         """The slot has been filled with ``kept``, from the context in ``blocks``.
@@ -119,11 +120,9 @@ class CertifiedWorker:
     def _measure(
         self, slot: Decidable, layer: int, outcome: Outcome, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
     ) -> list[float]:
-        """The true error of every KV head, of a share of all calls: each time the share adds up to one."""
-        self._due += self.measured
-        if self._due < 1:
+        """The true error of every KV head, of a share of all calls, drawn: every so many would favour some layers."""
+        if self._random.random() >= self.measured:
             return []
-        self._due -= 1
         everything = torch.arange(slot.inclusion.shape[-1])
         keys, values = self.layout.read(self.store.data[:, layer], slot.pages, everything)
         logits = query.float() @ torch.cat([keys, tail[0]], 1).float().mT * scale

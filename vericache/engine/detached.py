@@ -82,10 +82,11 @@ class Detached:
         simulated = {}
         if self.simulated_bytes is not None:  # ``compressed_fraction`` is what the arena really holds
             simulated["simulated_fraction"] = round(self.simulated_bytes / self.full_bytes, 4)
-        left = "draft" if self.certified is None else "certified"
+        # Tokens of certified rows stay what they are, wherever the request ends.
+        certified_rows = self.certified is not None and (resident_reason is None or self.certified.rows > 0)
         certified = {} if self.certified is None else {"certified": self.certified.summary()}
         return {
-            "mode": left if resident_reason is None else "resident",
+            "mode": "certified" if certified_rows else "draft" if resident_reason is None else "resident",
             "reason": resident_reason,
             "recoveries": self.recoveries,
             "compressor": self.spec.name,

@@ -50,7 +50,7 @@ def test_a_stream_reports_it_too(client: OpenAI, texts: dict[str, list[int]]) ->
         ({"vericache_delta": 1.0}, "vericache_delta"),
         ({"vericache_delta": 0.0}, "vericache_delta"),
         ({"vericache_mode": "draft", "vericache_epsilon": 0.1}, "vericache_epsilon"),
-        ({"vericache_compressor": "streaming_llm"}, "vericache_selector"),
+        ({"vericache_compressor": "streaming_llm"}, "vericache_compressor"),
     ],
 )
 def test_what_cannot_be_promised_is_refused(server: LiveServer, options: dict[str, Any], field: str) -> None:

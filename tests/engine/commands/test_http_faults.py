@@ -144,11 +144,10 @@ def test_two_hundred_clients_that_leave(server: LiveServer, client: OpenAI, text
         list(pool.map(leave, range(200)))
     deadline = time.monotonic() + 240  # replays of the audit run on
     held = ("vericache_requests", "vericache_host_store_bytes", "vericache_arena_bytes", "vllm:num_requests_running")
-    while any(server.series()[name] for name in held) and time.monotonic() < deadline:
+    while any((values := server.series())[name] for name in held) and time.monotonic() < deadline:
         # One step takes note of those that left; it needs a request to run.
         completion(client, texts["summarise"], {"max_tokens": 2}, OFF)
         time.sleep(0.3)
-    values = server.series()
     assert {name: values[name] for name in held} == dict.fromkeys(held, 0)
     answer = completion(client, texts["summarise"], {"max_tokens": 20, "ignore_eos": True}, PERFECT)
     assert answer.usage.completion_tokens == 20
