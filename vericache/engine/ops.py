@@ -138,12 +138,20 @@ class StepReport(KVConnectorWorkerMetadata):
     failures: list[Failure] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     compressed: dict[str, int] = field(default_factory=dict)  # request -> head pages used
+    simulated: dict[str, int] = field(default_factory=dict)  # where pages are: request -> bytes of packed ones
     arena_bytes: int = 0  # held by slots after this step
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Combine the ranks' reports: every failure counts, sizes are the largest rank's."""
         assert isinstance(other, StepReport)
-        mine, theirs = self.compressed, other.compressed
-        pages = {k: max(mine.get(k, 0), theirs.get(k, 0)) for k in mine | theirs}
-        slower = max(self.transfers, other.transfers, key=lambda ts: sum(t.seconds for t in ts))
-        return StepReport(self.failures + other.failures, slower, pages, max(self.arena_bytes, other.arena_bytes))
+
+        def largest(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+            return {k: max(mine.get(k, 0), theirs.get(k, 0)) for k in mine | theirs}
+
+        return StepReport(
+            self.failures + other.failures,
+            max(self.transfers, other.transfers, key=lambda ts: sum(t.seconds for t in ts)),
+            largest(self.compressed, other.compressed),
+            largest(self.simulated, other.simulated),
+            max(self.arena_bytes, other.arena_bytes),
+        )
