@@ -26,7 +26,7 @@ from vericache.demo.prompts import PROMPTS, load
 
 WIDTHS = (2, 3, 4)
 PAIRS: tuple[Pair, ...] = tuple((keys, values) for keys, values in itertools.product(WIDTHS, repeat=2))
-ASKED = 64  # tokens whose attention is looked at
+CONTEXT, ASKED = 1024, 64  # tokens of a prompt that are computed, and the last ones, whose attention is looked at
 
 Errors = list[dict[Pair, float]]  # of each layer
 
@@ -50,10 +50,10 @@ class Compared(Row):
 
 
 def layer_errors(reference: Reference, prompts: Iterable[Sequence[int]]) -> Errors:
-    """Mean over ``prompts``, token ids of more than ``ASKED`` tokens each."""
+    """Mean over ``prompts``, token ids of more than ``ASKED`` tokens each; of long ones the end."""
     found = []
     for ids in prompts:
-        past = reference.full(ids[:-ASKED])
+        past = reference.full(ids[-CONTEXT:-ASKED])
         row = Compared(ids[-ASKED:], past, {width: narrower(past, width) for width in WIDTHS})
         reference.forward([row])
         found.append(row.errors)

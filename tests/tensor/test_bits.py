@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressors import MethodSpec, create
+from compressors import MethodError, MethodSpec, create, validate
 from compressors.bits import ERRORS, WIDTHS, Pair, bits_of_layers, vector_bits, water_filling
 from tests.packings import kept_bits, turboquant
 from tests.tensor.compressor_runs import SHAPE, Context, drive, heads_of, quick
@@ -114,7 +114,7 @@ def test_too_few_bits_for_the_layers_are_refused() -> None:
 # -- RDKV ----------------------------------------------------------------------------------------------------
 
 
-def expected(scores: Tensor, spec: MethodSpec, dim: int) -> list[list[list[int]]]:
+def expected(scores: Tensor, spec: MethodSpec, dim: int, widths: Sequence[int]) -> list[list[list[int]]]:
     """Bits of all tokens by layer and head."""
     n = scores.shape[-1]
     forced = [i < spec.sinks or i >= n - spec.recent for i in range(n)]
@@ -122,26 +122,36 @@ def expected(scores: Tensor, spec: MethodSpec, dim: int) -> list[list[list[int]]
     flat = [(s, f) for head in scores.flatten(0, 1).tolist() for s, f in zip(head, forced, strict=True)]
     best = max(s for s, f in flat if not f)
     weights = [(best if f else s) ** 2 for s, f in flat]
-    bits = greedy(weights, [f for _, f in flat], budget, dim, WIDTHS)
+    bits = greedy(weights, [f for _, f in flat], budget, dim, widths)
     return torch.tensor(bits).view(scores.shape).tolist()
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 0.6, 1.0])
-def test_rdkv_spreads_the_bits_of_the_ratio(ratio: float) -> None:
-    spec, context = MethodSpec("rdkv", "per_head", ratio, 2, 9, (("chunk", 64),)), Context.random(SHAPE, 150)
+@pytest.mark.parametrize("widest", [4, 16])
+def test_rdkv_spreads_the_bits_of_the_ratio(ratio: float, widest: int) -> None:
+    options = (("chunk", 64), ("widest", widest))
+    spec, context = MethodSpec("rdkv", "per_head", ratio, 2, 9, options), Context.random(SHAPE, 150)
     compressor = create(spec, SHAPE, 150)
     drive(compressor, context)
     kept, dim = compressor.select(), SHAPE.head_dim
     assert kept.bits is not None
     assert kept.bits.dtype == torch.uint8
-    assert kept_bits(kept, 150).tolist() == expected(compressor.scorer.scores(), spec, dim)
+    assert kept_bits(kept, 150).tolist() == expected(
+        compressor.scorer.scores(), spec, dim, [w for w in WIDTHS if w <= widest]
+    )
     spent = sum(vector_bits(b, dim) for b in kept.bits.tolist())
     most = SHAPE.layers * SHAPE.kv_heads * spec.budget(150) * vector_bits(2, dim)
-    assert most - vector_bits(16, dim) < spent <= most
+    assert most - vector_bits(widest, dim) < spent <= most
     for layer in range(SHAPE.layers):
         bits = kept.layer_bits(layer)
         assert bits is not None
         assert bits.tolist() == [b for head in kept_bits(kept, 150)[layer].tolist() for b in head if b]
+
+
+@pytest.mark.parametrize("widest", [0, 5, 32])
+def test_widths_that_do_not_exist_are_refused(widest: int) -> None:
+    with pytest.raises(MethodError, match=f"'widest' must be one of 2, 3, 4, 16, got {widest}"):
+        validate(MethodSpec("rdkv", "per_head", options=(("widest", widest),)))
 
 
 def test_a_context_within_the_forced_tokens_gets_no_widths() -> None:

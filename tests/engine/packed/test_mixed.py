@@ -23,7 +23,8 @@ def test_rounds_equal_the_prediction(
     engine: Harness, reference: Reference, texts: dict[str, list[int]], plain: dict[str, list[int]], compressor: str
 ) -> None:
     """KVzip leaves widths to the layers; RDKV gives each token its own, and folded ones have their layer's."""
-    engine.configure(compressor=compressor, draft_length=12, compressor_options={"chunk": 100})
+    options = {"chunk": 100} if compressor == "kvzip" else {"chunk": 100, "widest": 16}
+    engine.configure(compressor=compressor, draft_length=12, compressor_options=options)
     with engine.recorded_kept() as kept:
         outputs = engine.generate([texts[n] for n in NAMES], GREEDY)
     form = engine.coordinator.plan.page_format
