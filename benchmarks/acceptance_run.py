@@ -18,9 +18,9 @@ from vllm import SamplingParams
 from benchmarks.acceptance_engine import LOOPS_BELOW, distinct_4_grams
 from benchmarks.acceptance_grid import FULL, Method
 from benchmarks.engine import LiveEngine, summaries, tokens
-from compressors import Compressor, Kept, MethodSpec, Scorer, Shape
+from compressors import Compressor, Kept, MethodSpec, Scorer
 from tests.packings import Packing, packing
-from tests.reference import Choose, Past, Reference, Rounds, Row, greedy, run
+from tests.reference import Choose, Past, Reference, Rounds, greedy, run
 from vericache.config import VeriCacheConfig
 from vericache.demo import model
 from vericache.demo.prompts import PROMPTS, load
@@ -50,9 +50,9 @@ def selected(kept: Kept, context: int, seconds: float) -> Selected:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a scorer said of a context: ``scores``, and ``needed`` if it is dynamic."""
+    """What a ``scorer`` said of a context: ``scores``, and ``needed`` if it is dynamic."""
 
-    shape: Shape
+    scorer: Scorer
     scores: Tensor
     needed: Tensor | None
     seconds: float = 0.0
@@ -66,7 +66,7 @@ class Known(Scorer):
     name, summary, query_aware = "known", "scores of another scorer", False
 
     def __init__(self, scored: Scored, context: int, spec: MethodSpec) -> None:
-        super().__init__(scored.shape, context, spec)
+        super().__init__(scored.scorer.shape, context, spec)
         self.scored, self.dynamic = scored, scored.needed is not None  # type: ignore[misc]
 
     def scores(self) -> Tensor:
@@ -75,6 +75,9 @@ class Known(Scorer):
     def needed(self) -> Tensor:
         assert self.scored.needed is not None
         return self.scored.needed
+
+    def narrowed(self, kept: Kept, scores: Tensor) -> Kept:
+        return self.scored.scorer.narrowed(kept, scores)
 
 
 @contextmanager
@@ -87,7 +90,7 @@ def recorded_scores() -> Iterator[list[Scored]]:
         if self.scorer.num_tokens > self.budget:
             scores = self.scorer.scores()
             needed = self.scorer.needed() if self.scorer.dynamic else None
-            found.append(Scored(self.scorer.shape, scores, needed))
+            found.append(Scored(self.scorer, scores, needed))
             self.scorer = Known(found[-1], self.scorer.num_tokens, self.spec)  # none is asked twice
         return select(self)
 
@@ -260,14 +263,6 @@ class Run:
         accepted = [a for name, rounds in found.items() if not self.loops(name) for a in rounds]
         mean = round(sum(accepted) / len(accepted), 2)
         return {"accepted": mean, "rounds": len(accepted), "min": min(accepted), "max": max(accepted)}
-
-    def distribution(self, name: str, kept: Kept, packing: Packing) -> Tensor:
-        """Logarithms of the drafter's probabilities of what follows each output token: float32 ``[tokens, vocab]``, one
-        round over the whole greedy output."""
-        rounds = self._rounds(name, kept, 0.0, packing)
-        prompt, output = self.prompts[name], self.outputs(0.0)[name]
-        (logits,) = self.reference.forward([Row(output[:-1], len(prompt), rounds.pasts(len(prompt)))])
-        return logits.log_softmax(-1)
 
     def packing(self, page_format: str, page_tokens: int, keep: int) -> Packing | None:
         """What pages of the format lose of this model's KV (None: nothing); ``keep`` verified tokens stay exact."""

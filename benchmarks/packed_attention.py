@@ -27,8 +27,7 @@ class Case:
 
     def __init__(self, shape: Shape, form: str, page_tokens: int) -> None:
         import compressors
-        from vericache.draft.arena import pages_per_head
-        from vericache.draft.formats import page_format
+        from vericache.draft.formats import page_format, pages_per_head
         from vericache.draft.pool import PagePool
         from vericache.draft.tables import ArenaTables
         from vericache.draft.triton_attention import segment_starts

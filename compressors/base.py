@@ -99,7 +99,7 @@ class Scorer(ABC):
     reads_cache: ClassVar[bool] = False  # whether ``read`` wants to see every layer's keys and values
     needs_rotary: ClassVar[bool] = False  # whether the method cannot do without ``shape.rotary``
     network: ClassVar[type[Surrogate] | None] = None  # the kind in ``shape.surrogates`` the method needs, if any
-    dynamic: ClassVar[bool] = False  # whether ``needed`` may keep less than the ratio allows
+    dynamic: ClassVar[bool] = False  # whether ``needed`` or ``narrowed`` may keep less than the ratio allows
     counts: ClassVar[tuple[str, ...]] = COUNTS
     default_counts: ClassVar[str] = "per_head"
     selectors: ClassVar[tuple[str, ...]] = SELECTORS  # only "top" where scores are no weights (ranks, logarithms)
@@ -154,7 +154,12 @@ class Scorer(ABC):
 
     def needed(self) -> Tensor:
         """int64 ``[L, H]``, if ``dynamic``: how many of its best tokens, forced ones first, each head needs."""
-        raise NotImplementedError(f"{self.name} keeps what the ratio says")
+        return torch.full((self.shape.layers, self.shape.kv_heads), self.num_tokens)
+
+    def narrowed(self, kept: Kept, scores: Tensor) -> Kept:
+        """``kept`` with the bits of each token, and without those that get none (never a forced one), by methods that
+        choose widths. ``scores`` are those of the selection, forced tokens at +inf."""
+        return kept
 
 
 class LayerwiseScorer(Scorer):
@@ -211,7 +216,7 @@ class Compressor:
         if self.scorer.dynamic:
             counts = torch.minimum(counts, self._needed())
         if spec.selector == "top":
-            return Kept(counts, top_positions(scores, counts))
+            return self.scorer.narrowed(Kept(counts, top_positions(scores, counts)), scores)
         return sample(scores, counts, forced, spec.selector, spec.power, spec.floor, spec.seed)
 
     @property

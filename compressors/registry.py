@@ -19,6 +19,7 @@ from compressors.plugins import Methods
 from compressors.pyramidkv import PyramidKV
 from compressors.qfilter import QFilter
 from compressors.random import Random
+from compressors.rdkv import RDKV
 from compressors.rkv import RKV
 from compressors.rocketkv import RocketKV
 from compressors.snapkv import SnapKV
@@ -27,7 +28,7 @@ from compressors.tova import TOVA
 
 BUILTIN: tuple[type[Scorer], ...] = (
     StreamingLLM, SnapKV, PyramidKV, DBudgetKV, RocketKV, TOVA, RKV, ExpectedAttention, QFilter, H2O, KVzip,
-    KVzap, FastKVzip, DuoAttention, KNorm, KeyDiff, LagKV, Random,
+    KVzap, FastKVzip, RDKV, DuoAttention, KNorm, KeyDiff, LagKV, Random,
 )  # fmt: skip
 METHODS = Methods(BUILTIN)
 

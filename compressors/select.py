@@ -15,17 +15,27 @@ class Kept:
 
     ``inclusion``: float32 ``[L, H, n]``, the probability with which each token was to be kept, for estimators that
     weigh what is kept by it; None where nothing was left to chance.
+    ``bits``: uint8 ``[counts.sum()]``, bits a number of each kept token (16: as it is); None where that is left to the
+    page format.
     """
 
     counts: Tensor
     positions: Tensor
     inclusion: Tensor | None = None
+    bits: Tensor | None = None
 
     def layer(self, index: int) -> Tensor:
         """Positions of one layer, ordered by head then position."""
+        return self.positions[self._of(index)]
+
+    def layer_bits(self, index: int) -> Tensor | None:
+        """``bits`` of the same tokens."""
+        return None if self.bits is None else self.bits[self._of(index)]
+
+    def _of(self, layer: int) -> slice:
         per_layer = self.counts.sum(1)
-        start = int(per_layer[:index].sum())
-        return self.positions[start : start + int(per_layer[index])]
+        start = int(per_layer[:layer].sum())
+        return slice(start, start + int(per_layer[layer]))
 
 
 def top_positions(scores: Tensor, counts: Tensor) -> Tensor:

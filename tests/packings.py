@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from compressors import Kept
 from tests.kvquant_oracle import fitted, lost
 from vericache.draft.formats import rotation
 
@@ -31,11 +32,11 @@ class Packing:
             keys, values = stored.keys.clone(), stored.values.clone()
             behind = torch.arange(context, keys.shape[2])
             behind = behind[: len(behind) // self.page_tokens * self.page_tokens]
-            self.pack_layer(keys[0], values[0], [m.nonzero()[:, 0] for m in mask[layer]], behind)
+            self.pack_layer(layer, keys[0], values[0], [m.nonzero()[:, 0] for m in mask[layer]], behind)
             out.update(keys, values, layer)
         return out
 
-    def pack_layer(self, keys: Tensor, values: Tensor, kept: Sequence[Tensor], behind: Tensor) -> None:
+    def pack_layer(self, layer: int, keys: Tensor, values: Tensor, kept: Sequence[Tensor], behind: Tensor) -> None:
         """In place, ``keys`` and ``values [H, T, D]``; positions ``kept`` of each head, and ``behind`` the context."""
         for head, mine in enumerate(kept):
             for where in (mine, behind):
@@ -102,7 +103,7 @@ class KVQuantPacking(Packing):
     bits: int
     theta: float
 
-    def pack_layer(self, keys: Tensor, values: Tensor, kept: Sequence[Tensor], behind: Tensor) -> None:
+    def pack_layer(self, layer: int, keys: Tensor, values: Tensor, kept: Sequence[Tensor], behind: Tensor) -> None:
         heads = [(keys[h, mine], values[h, mine], mine) for h, mine in enumerate(kept)]
         fit = fitted(heads, self.bits, self.theta)
         for head, mine in enumerate(kept):
@@ -117,6 +118,64 @@ def kvquant(bits: int, page_tokens: int, keep: int, theta: float) -> Packing:
         raise AssertionError("depends on positions and on other heads")
 
     return KVQuantPacking(lose, page_tokens, keep, bits, theta)
+
+
+# layer, head and positions int64 [m] of tokens -> bits of their keys and of their values, int64 [m] each
+Widths = Callable[[int, int, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Mixed(Packing):
+    """TurboQuant with widths that differ."""
+
+    widths: Widths
+
+    def pack_layer(self, layer: int, keys: Tensor, values: Tensor, kept: Sequence[Tensor], behind: Tensor) -> None:
+        for head, mine in enumerate(kept):
+            where = torch.cat([mine, behind])
+            for side, bits in zip((keys, values), self.widths(layer, head, where), strict=True):
+                side[head, where] = narrowed(side[head, where], bits)
+
+
+def narrowed(x: Tensor, bits: Tensor) -> Tensor:
+    """``x [m, D]`` with token i as ``bits[i]`` bits leave it."""
+    out = x.clone()
+    for width in set(bits.tolist()) - {16}:
+        out[bits == width] = turboquant(width, 1, 0).lose(x[bits == width], x[:0])[0]
+    return out
+
+
+def mixed(widths: Widths, page_tokens: int, keep: int) -> Mixed:
+    def lose(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("depends on layer and position")
+
+    return Mixed(lose, page_tokens, keep, widths)
+
+
+def by_layer(bits: Sequence[tuple[int, int]]) -> Widths:
+    """Of keys and values of each layer."""
+    return lambda layer, head, where: tuple(torch.full_like(where, b) for b in bits[layer])
+
+
+def by_token(bits: Tensor, behind: Widths) -> Widths:
+    """``bits`` int64 ``[L, H, n]`` of a context, and of what is behind it."""
+    context = bits.shape[-1]
+
+    def widths(layer: int, head: int, where: Tensor) -> tuple[Tensor, Tensor]:
+        mine = bits[layer, head, where.clamp(max=context - 1)]
+        keys, values = (torch.where(where < context, mine, other) for other in behind(layer, head, where))
+        return keys, values
+
+    return widths
+
+
+def kept_bits(kept: Kept, context: int) -> Tensor:
+    """``Kept.bits`` int64 ``[L, H, context]``, 0 for what is not kept."""
+    assert kept.bits is not None
+    out = torch.zeros(kept.counts.numel(), context, dtype=torch.int64)
+    head = torch.repeat_interleave(torch.arange(len(out)), kept.counts.flatten())
+    out[head, kept.positions] = kept.bits.long()
+    return out.view(*kept.counts.shape, context)
 
 
 def packing(name: str, page_tokens: int, keep: int, theta: float) -> Packing | None:

@@ -18,6 +18,9 @@ ENV_FILE = "VERICACHE_CONFIG"  # path of the YAML file
 KEY = "vericache"  # where the configuration lives in vLLM's additional_config
 
 
+Width = Literal[2, 3, 4, 16]  # bits of a number, ``compressors.bits.WIDTHS``
+
+
 class VeriCacheConfig(BaseModel):
     """Every setting of VeriCache. Sizes are in the unit the name ends with."""
 
@@ -88,12 +91,15 @@ class VeriCacheConfig(BaseModel):
     page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
     page_format: Literal[
         "plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2", "rotatekv4", "rotatekv2",
-        "kvquant4", "kvquant3", "kvquant2",
+        "kvquant4", "kvquant3", "kvquant2", "turboquant_mixed",
     ] = Field(
         "plain",
-        description="how the arena stores tokens: the model's dtype, or packed into so many bits (kvquant: simulated, "
-        "drafts as with it in the memory of plain)",
+        description="how the arena stores tokens: the model's dtype, or packed into so many bits (kvquant and "
+        "turboquant_mixed: simulated, drafts as with it in the memory of plain)",
     )  # fmt: skip
+    layer_bits: tuple[tuple[Width, Width], ...] = Field(
+        (), description="page_format turboquant_mixed: [bits of keys, bits of values] of each layer; 4 if not given"
+    )
     tail_tokens: int = Field(512, ge=1, description="tokens behind the compressed context before it is compressed anew")
     host_memory_gib: float = Field(4.0, gt=0, description="host memory for the full KV of drafting requests")
     iteration_seconds: float | None = Field(None, gt=0, description="fix T_iter of the BW ring instead of measuring it")
@@ -135,6 +141,11 @@ class VeriCacheConfig(BaseModel):
             raise ValueError(
                 f"compressor {self.compressor} needs a surrogate that was trained for the model, and none is given; "
                 f"train one with `vericache surrogate train` and set surrogate to its file, or use another compressor"
+            )
+        if self.layer_bits and self.page_format != "turboquant_mixed":
+            raise ValueError(
+                f"layer_bits is given and page_format is {self.page_format}, which has one width; set page_format to "
+                f"turboquant_mixed, or leave layer_bits out"
             )
         if self.draft_length > self.window - 2:
             raise ValueError(

@@ -40,7 +40,10 @@ def schema() -> dict[str, Any]:
                 definitions[name] = None  # taken: some refer to themselves
                 definitions[name] = converted(known[name])
             return {"$ref": f"#/definitions/{name}"}
-        return {k: converted(v, k == "properties") for k, v in node.items() if k not in EXPLAINING}
+        found = {k: converted(v, k == "properties") for k, v in node.items() if k not in EXPLAINING}
+        if "prefixItems" in found:
+            found["items"] = found.pop("prefixItems")  # its name before draft 2020-12
+        return found
 
     whole = Values.model_json_schema(mode="serialization")
     for name, each in whole.pop("$defs").items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressors import Asked, Kept
-from vericache.draft.arena import pages_per_head
+from vericache.draft.formats import pages_per_head
 from vericache.draft.source import LayerSource
 from vericache.engine.pages import PageLayout
 from vericache.engine.pages_cuda import SideBySideLayout

@@ -62,12 +62,14 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "audit_folder": "reproducers",
         "audit_keep": "tokens",
         "surrogate": "surrogate.safetensors",
+        "layer_bits": ((4, 2), (16, 3)),
     }
     value = values[name] if name in values else getattr(DEFAULT, name) + 1
     text = json.dumps(value)
-    from_flag = load({name: value}, {})
-    from_env = load(env={ENV_PREFIX + name.upper(): text})
-    from_file = load(env={}, file=write(tmp_path, f"{name}: {text}\n"))
+    beside = {"page_format": "turboquant_mixed"} if name == "layer_bits" else {}
+    from_flag = load({name: value, **beside}, {})
+    from_env = load(beside, env={ENV_PREFIX + name.upper(): text})
+    from_file = load(beside, env={}, file=write(tmp_path, f"{name}: {text}\n"))
     assert getattr(from_flag, name) == value != getattr(DEFAULT, name)
     assert from_env == from_file == from_flag
 
@@ -76,6 +78,17 @@ def test_a_compressor_that_needs_a_surrogate_is_refused_without_one() -> None:
     with pytest.raises(ConfigError, match=r"kvzap needs a surrogate .* train one with `vericache surrogate train`"):
         load({"compressor": "kvzap"}, {})
     assert load({"compressor": "kvzap", "surrogate": "here"}, {}).surrogate == "here"
+
+
+@pytest.mark.parametrize("bits", [[[4, 5]], [[4, 4, 4]], [4, 4], [[0, 4]], [["4", 4]]])
+def test_widths_that_do_not_exist_are_refused(bits: Any) -> None:
+    with pytest.raises(ConfigError, match="layer_bits"):
+        load({"layer_bits": bits, "page_format": "turboquant_mixed"}, {})
+
+
+def test_widths_of_layers_are_refused_where_there_is_one_width() -> None:
+    with pytest.raises(ConfigError, match="layer_bits is given and page_format is turboquant4, which has one width"):
+        load({"layer_bits": [[4, 2]], "page_format": "turboquant4"}, {})
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compressors import Kept
 from tests.tensor.arena_world import PT, SHAPE, Tokens, attend_all, dense, generator, quick, random_kept
-from vericache.draft.arena import DraftArena, page_bound, pages_per_head
-from vericache.draft.formats import Plain
+from vericache.draft.arena import DraftArena, page_bound
+from vericache.draft.formats import Plain, pages_per_head
 from vericache.draft.pool import PagePool
 from vericache.draft.source import LayerSource
 from vericache.errors import ArenaFullError

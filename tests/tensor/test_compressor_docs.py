@@ -48,7 +48,7 @@ def test_every_count_mode_and_selector_is_explained(word: str) -> None:
 def test_settings_that_are_named_exist() -> None:
     choices = TEXT[TEXT.index("| choice |") : TEXT.index("**Budget.**")]
     named = re.findall(r"`(\w+)`", choices)
-    assert len(named) == 13
+    assert len(named) == 14
     assert set(named) <= VeriCacheConfig.model_fields.keys()
 
 

@@ -1,5 +1,7 @@
 """The worker's operations in order, failures of copies that concern one request, and what a batch must not write."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -132,13 +134,13 @@ def test_reports_are_per_step(world: World) -> None:
 
 
 def test_ranks_reports_are_combined() -> None:
-    """Every failure counts; a request's pages and the arena's bytes are the largest rank's; times the slower's."""
+    """Every failure counts; a request's sizes and the arena's bytes are the largest rank's; times the slower's."""
     slow, fast = [Transfer("Load", 10, 0.5)], [Transfer("Load", 10, 0.1), Transfer("Load", 5, 0.2)]
-    one = StepReport([Failure("a", "Load", "x")], fast, {"a": 3, "b": 9}, 70)
-    two = StepReport([Failure("c", "Load", "y")], slow, {"a": 5, "d": 1}, 60)
-    both = StepReport([*one.failures, *two.failures], slow, {"a": 5, "b": 9, "d": 1}, 70)
+    one = StepReport([Failure("a", "Load", "x")], fast, {"a": 3, "b": 9}, {"a": 80}, 70)
+    two = StepReport([Failure("c", "Load", "y")], slow, {"a": 5, "d": 1}, {"a": 20, "d": 40}, 60)
+    both = StepReport([*one.failures, *two.failures], slow, {"a": 5, "b": 9, "d": 1}, {"a": 80, "d": 40}, 70)
     assert one.aggregate(two) == both
-    assert two.aggregate(one) == StepReport([*two.failures, *one.failures], slow, both.compressed, 70)
+    assert two.aggregate(one) == replace(both, failures=[*two.failures, *one.failures])
 
 
 # -- a batch -------------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compressors import Rotary, Shape
+from compressors import Kept, Rotary, Shape
 from tests.kvquant_oracle import SINKS, Fit, Run, fitted, lost
 from tests.tensor.arena_world import neox_rotary
-from vericache.draft.formats import Frozen, LayerTokens, Simulated, page_format, valid_tokens
+from vericache.draft.formats import Frozen, LayerTokens, page_format, pages_per_head, valid_tokens
+from vericache.draft.formats.kvquant import KVQuantPages
 from vericache.errors import CompressionError, ConfigError, UnsupportedError
 
 HEADS, THETA = 2, 1e4
@@ -46,14 +47,14 @@ def pages_of(found: list[Run], page_tokens: int) -> LayerTokens:
     return LayerTokens(*(torch.stack(column) for column in zip(*pages, strict=True)))
 
 
-def form_of(bits: int, dim: int, page_tokens: int = 32, dtype: torch.dtype = torch.float32) -> Simulated:
+def form_of(bits: int, dim: int, page_tokens: int = 32, dtype: torch.dtype = torch.float32) -> KVQuantPages:
     form = page_format(f"kvquant{bits}", page_tokens, dim, dtype)
-    assert isinstance(form, Simulated)
+    assert isinstance(form, KVQuantPages)
     return form
 
 
-def freeze(form: Simulated, tokens: LayerTokens) -> Frozen:
-    return form.freeze(tokens, Shape(1, HEADS, HEADS, form.head_dim, rotary(form.head_dim)))
+def freeze(form: KVQuantPages, tokens: LayerTokens) -> Frozen:
+    return form.freeze(0, tokens, Shape(1, HEADS, HEADS, form.head_dim, rotary(form.head_dim)))
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
@@ -92,7 +93,7 @@ def test_pages_that_come_later_get_the_codes_they_would_have_got(bits: int) -> N
     frozen = freeze(form, tokens)
     at_once = form.codec.encode(tokens, frozen)
     for page in range(len(at_once)):
-        alone = LayerTokens(*(x[page : page + 1] for x in vars(tokens).values()))
+        alone = LayerTokens(*(x[page : page + 1] for x in vars(tokens).values() if x is not None))
         assert torch.equal(form.codec.encode(alone, frozen), at_once[page : page + 1])
 
 
@@ -100,12 +101,15 @@ def test_pages_that_come_later_get_the_codes_they_would_have_got(bits: int) -> N
 def test_bits_of_an_element(dim: int, bits: int, wanted: float) -> None:
     """Codes, thresholds of values, outliers and where they are, positions; what a slot freezes is counted apart."""
     form = form_of(bits, dim, 32, torch.bfloat16)
-    assert form.packed_page_bytes * 8 / (2 * 32 * dim) == pytest.approx(wanted, abs=1e-3)
+    assert form.codec.page_bytes * 8 / (2 * 32 * dim) == pytest.approx(wanted, abs=1e-3)
     assert form.page_bytes == 2 * 32 * dim * 2
     tokens = pages_of(runs(dim, [40, 40], 2), 32)
     frozen = freeze(form, tokens)
-    assert form.codec.encode(tokens, frozen).shape == (4, form.packed_page_bytes)
+    assert form.codec.encode(tokens, frozen).shape == (4, form.codec.page_bytes)
     assert frozen.nbytes == form.frozen_bytes(1, HEADS)
+    kept = Kept(torch.tensor([[40, 33], [64, 1]]), torch.zeros(138, dtype=torch.int64))
+    beside = 4 * int(pages_per_head(kept.counts, 32).sum()) + 4 * kept.counts.numel() + 2 * frozen.nbytes
+    assert form.packed_bytes(kept) == 7 * form.codec.page_bytes + beside
 
 
 @pytest.mark.parametrize("number", [0.0, 0.1, -3e4])

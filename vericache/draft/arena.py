@@ -23,7 +23,7 @@ from torch import Tensor
 from compressors import Kept, Shape
 from vericache.device import to_device
 from vericache.draft.attention import attend_pages, merge
-from vericache.draft.formats import PageFormat, Simulated
+from vericache.draft.formats import PageFormat, Simulated, pages_per_head
 from vericache.draft.pool import PagePool
 from vericache.draft.rounding import Rounding
 from vericache.draft.source import Source
@@ -119,7 +119,7 @@ class DraftArena:
         rounding = None
         if isinstance(self.format, Simulated):
             assert context, "positions behind the context depend on its length"
-            rounding = Rounding(self.format, self.shape, context)
+            rounding = Rounding(self.format, self.shape, context, self.format.packed_bytes(kept))
         try:
             self._fill(kept, need, pages, source, rounding)
         except BaseException:
@@ -146,7 +146,7 @@ class DraftArena:
             if rounding is None:
                 self.pool.bytes[where] = self.format.encode(exact[:, 0], exact[:, 1], lengths)
             else:
-                self.pool.data[where] = rounding.compress(exact, to_device(heads, device), lengths, kept.layer(layer))
+                self.pool.data[where] = rounding.compress(exact, to_device(heads, device), lengths, kept)
 
     def drop(self, slot: int) -> None:
         """Free everything a slot holds; an empty slot is left alone."""
@@ -197,10 +197,10 @@ class DraftArena:
     def bytes_held(self) -> int:
         """Bytes of all pages that slots own, with their tables, their counts, and what packing fixed."""
         page, held = self.format.page_bytes, 0
+        frozen = self.format.frozen_bytes(self.shape.layers, self.shape.kv_heads)
         for s in self.slots.values():
             tables = (s.pages, s.folded, s.tail)
-            held += sum(t.numel() * page + t.nbytes for t in tables) + s.counts.nbytes
-            held += s.rounding.nbytes if s.rounding is not None else 0
+            held += sum(t.numel() * page + t.nbytes for t in tables) + s.counts.nbytes + frozen
         return held
 
     # -- one step ------------------------------------------------------------------------------------
@@ -283,11 +283,6 @@ class DraftArena:
         tail = attend_pages(q, *self.pool.data[pages].float().unbind(1), *items)
         compressed = replace(compressed, mixed=form.back(compressed.mixed))
         return merge(compressed, tail).view(rows, self.shape.query_heads, -1)
-
-
-def pages_per_head(counts: Tensor, page_tokens: int) -> Tensor:
-    """Head pages that ``counts`` kept tokens take, per head."""
-    return (counts + page_tokens - 1) // page_tokens
 
 
 def page_bound(kept_per_head: int, heads: int, page_tokens: int) -> int:

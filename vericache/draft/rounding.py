@@ -1,34 +1,42 @@
 """Slots of simulated pages: the context is rounded when it is compressed, verified tokens where they lie."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressors import Shape
+from compressors import Kept, Shape
 from vericache.device import to_device
-from vericache.draft.formats import Frozen, LayerTokens, Simulated, valid_tokens
+from vericache.draft.formats import LayerTokens, Simulated, valid_tokens
 
 
 @dataclass
 class Rounding:
     """One slot's: ``context`` is the position of its first tail token, ``frozen`` what packing fixed in each layer, and
-    the first ``strips`` of the tail are rounded."""
+    the first ``strips`` of the tail are rounded. ``packed_bytes``: of the compressed context if it were packed."""
 
-    form: Simulated
+    form: Simulated[Any]
     shape: Shape
     context: int
-    frozen: list[Frozen] = field(default_factory=list)
+    packed_bytes: int
+    frozen: list[Any] = field(default_factory=list)
     strips: int = 0
 
-    def compress(self, exact: Tensor, heads: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
-        """What packing leaves of the next layer's pages ``exact [N, 2, page_tokens, D]``. They belong to ``heads``
-        int64 ``[N]`` and hold ``lengths`` int64 ``[N]`` tokens, at ``positions`` int64 ``[lengths.sum()]``."""
-        valid = valid_tokens(lengths, self.form.page_tokens)
-        grid = torch.zeros(valid.shape, dtype=torch.int64, device=exact.device)
-        grid[valid] = positions
-        tokens = LayerTokens(exact[:, 0], exact[:, 1], valid, grid, heads)
-        self.frozen.append(self.form.freeze(tokens, self.shape))
+    def compress(self, exact: Tensor, heads: Tensor, lengths: Tensor, kept: Kept) -> Tensor:
+        """What packing leaves of the next layer's pages ``exact [N, 2, page_tokens, D]``, filled with what is ``kept``
+        there. They belong to ``heads`` int64 ``[N]`` and hold ``lengths`` int64 ``[N]`` tokens."""
+        layer, valid = len(self.frozen), valid_tokens(lengths, self.form.page_tokens)
+
+        def grid(of_tokens: Tensor) -> Tensor:
+            found = torch.zeros(valid.shape, dtype=of_tokens.dtype, device=exact.device)
+            found[valid] = of_tokens
+            return found
+
+        bits = kept.layer_bits(layer)
+        positions, bits = grid(kept.layer(layer)), None if bits is None else grid(bits)
+        tokens = LayerTokens(exact[:, 0], exact[:, 1], valid, positions, heads, bits)
+        self.frozen.append(self.form.freeze(layer, tokens, self.shape))
         return self.form.rounded(tokens, self.frozen[-1])
 
     def fold(self, data: Tensor, tail: Tensor, strips: int) -> None:
@@ -45,7 +53,3 @@ class Rounding:
             tokens = LayerTokens(exact[:, 0], exact[:, 1], valid, positions, owner)
             data[where] = self.form.rounded(tokens, frozen)
         self.strips += strips
-
-    @property
-    def nbytes(self) -> int:
-        return sum(f.nbytes for f in self.frozen)

@@ -281,7 +281,7 @@ class Coordinator:
                 (recompute if record.anew else rejoin).append(record)
                 self.abandon(record, "compression_failed")
             else:
-                self._settle(record, report.compressed[record.request_id])
+                self._settle(record, report.compressed[record.request_id], report.simulated.get(record.request_id))
         for verify in plan.verifies:
             record = verify.record
             if not self._is_live(record):
@@ -319,7 +319,7 @@ class Coordinator:
     def _is_live(self, record: Detached) -> bool:
         return self.records.get(record.request_id) is record
 
-    def _settle(self, record: Detached, head_pages: int) -> None:
+    def _settle(self, record: Detached, head_pages: int, simulated_bytes: int | None) -> None:
         """The slot is filled: give the full KV's blocks back and wait for a round."""
         self.stats.telemetry.count("vericache_recompressions" if record.anew else "vericache_demotions")
         if not record.anew:
@@ -330,7 +330,7 @@ class Coordinator:
         record.folded = 0
         record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0
         record.wider, record.rounds_before = None, len(record.rounds)
-        record.compressed_bytes, record.simulated_bytes = self.plan.compressed_bytes(head_pages)
+        record.compressed_bytes, record.simulated_bytes = self.plan.compressed_bytes(head_pages), simulated_bytes
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context, record.certified is not None)
 

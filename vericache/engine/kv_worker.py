@@ -142,6 +142,8 @@ class KVWorker:
                     self._copy(op, Direction.TO_DEVICE)
                 case Compress():
                     self._report.compressed[op.request_id] = self.compression.compress(op)
+                    if (rounding := self.arena.slots[op.slot].rounding) is not None:
+                        self._report.simulated[op.request_id] = rounding.packed_bytes
         except Exception as error:
             # Whatever a copy or a compressor raises concerns one request; the scheduler decides what becomes of it.
             name = type(op).__name__

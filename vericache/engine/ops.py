@@ -151,17 +151,23 @@ class StepReport(KVConnectorWorkerMetadata):
     failures: list[Failure] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     compressed: dict[str, int] = field(default_factory=dict)  # request -> head pages used
+    simulated: dict[str, int] = field(default_factory=dict)  # where pages are: request -> bytes of packed ones
     arena_bytes: int = 0  # held by slots after this step
     certified: dict[str, Decided] = field(default_factory=dict)  # by request, of its row in this step
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Combine the ranks' reports: every failure counts, sizes are the largest rank's."""
         assert isinstance(other, StepReport)
-        mine, theirs = self.compressed, other.compressed
-        pages = {k: max(mine.get(k, 0), theirs.get(k, 0)) for k in mine | theirs}
-        decided = {k: self.certified.get(k, Decided()) + other.certified.get(k, Decided())
-                   for k in self.certified | other.certified}  # fmt: skip
-        slower = max(self.transfers, other.transfers, key=lambda ts: sum(t.seconds for t in ts))
+
+        def largest(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+            return {k: max(mine.get(k, 0), theirs.get(k, 0)) for k in mine | theirs}
+
+        requests = self.certified | other.certified
         return StepReport(
-            self.failures + other.failures, slower, pages, max(self.arena_bytes, other.arena_bytes), decided
+            self.failures + other.failures,
+            max(self.transfers, other.transfers, key=lambda ts: sum(t.seconds for t in ts)),
+            largest(self.compressed, other.compressed),
+            largest(self.simulated, other.simulated),
+            max(self.arena_bytes, other.arena_bytes),
+            {k: self.certified.get(k, Decided()) + other.certified.get(k, Decided()) for k in requests},
         )

@@ -42,7 +42,7 @@ class MemoryPlan:
             )
         layers = len(groups[0].layer_names)
         block_bytes = layers * spec.page_size_bytes
-        pages = page_format(settings.page_format, settings.page_tokens, spec.head_size, spec.dtype)
+        pages = page_format(settings.page_format, settings.page_tokens, spec.head_size, spec.dtype, settings.layer_bits)
         fraction = settings.arena_fraction
         arena_bytes = kv_cache_config.num_blocks * block_bytes * fraction / (1 - fraction)
         host_pages = int(settings.host_memory_gib * 2**30) // block_bytes
@@ -68,11 +68,9 @@ class MemoryPlan:
         token = self.layers * self.kv_heads * self.page_format.page_bytes / self.page_format.page_tokens
         return token / (self.block_bytes / self.block_tokens)
 
-    def compressed_bytes(self, head_pages: int) -> tuple[int, int | None]:
-        """Of a compressed context: its pages, their tables and counts; and where pages are simulated, what they would
-        take if they were packed."""
-        held, packed = self.page_format.slot_bytes(head_pages, self.layers, self.kv_heads)
-        return held, packed if self.page_format.simulated else None
+    def compressed_bytes(self, head_pages: int) -> int:
+        """Of a compressed context: its pages, their tables and counts."""
+        return self.page_format.slot_bytes(head_pages, self.layers, self.kv_heads)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)

@@ -57,7 +57,10 @@ def check_supported(config: VllmConfig) -> None:
     if settings.bitwise == "on":
         check_bitwise(config.attention_config.backend, model.get_head_size(), device)
     if settings.mode != "off":
-        pages = page_format(settings.page_format, settings.page_tokens, model.get_head_size(), model.dtype)
+        pages = page_format(
+            settings.page_format, settings.page_tokens, model.get_head_size(), model.dtype, settings.layer_bits
+        )
+        check_layer_bits(settings, model.get_num_layers(parallel))
         if device == "cuda":
             check_kernels(pages)
         if pages.simulated:
@@ -78,6 +81,15 @@ def certified_refused(config: VllmConfig) -> str | None:
     if config.model_config.get_head_size() % 8:
         return f"key sketches take head sizes that are multiples of 8, got {config.model_config.get_head_size()}"
     return None
+
+
+def check_layer_bits(settings: VeriCacheConfig, layers: int) -> None:
+    """Raises ConfigError."""
+    if settings.layer_bits and len(settings.layer_bits) != layers:
+        raise ConfigError(
+            f"layer_bits has pairs for {len(settings.layer_bits)} layers, the model has {layers} layers; give bits of "
+            f"keys and of values for each, or leave layer_bits out (4 bits everywhere)"
+        )
 
 
 def check_surrogate(settings: VeriCacheConfig, path: str, config: VllmConfig) -> None:

@@ -56,7 +56,7 @@ def scores(model: str, longest: int, arguments: dict[str, Any]) -> Iterator[Scor
     settings = {
         "mode": "draft", "compressor": method.name, "compressor_options": {}, "counts": "uniform", "ratio": 0.25,
         "sinks": SINKS, "recent": RECENT, "min_prompt_tokens": 4 * (SINKS + RECENT), "max_recoveries": 0,
-        "surrogate": None, "page_format": "plain",
+        "surrogate": None, "page_format": "plain", "layer_bits": (),
     }  # fmt: skip
     row = min(longest, KVzip.options["chunk"]) + _INSTRUCTION
     engine = {

@@ -1,35 +1,16 @@
 """Packed draft pages: the output is exact whatever they lose, and they lose what their format says."""
 
-from pathlib import Path
-
 import pytest
 from vllm import SamplingParams
 
 from benchmarks.engine import summaries, tokens
-from tests.engine.harness import ENGINE, Harness
-from tests.engine.packed.conftest import RECENT
+from tests.engine.harness import Harness
+from tests.engine.packed.conftest import GREEDY, NAMES, OUTPUT, PAGE, RECENT
 from tests.packings import packing
 from tests.reference import Reference, greedy
-from vericache.demo.worker import Job, run_in_process
 
-NAMES = ["continue_code", "continue_prose", "summarise", "write_tests"]
-PAGE = 32
 THETA = 1e5  # of the model's rotary embedding
-OUTPUT = 120  # enough for three folds
 TAIL = 32  # with a round of 64 it fills whole pages: the output does not fit in what is left of the last one
-GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path, texts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Stock vLLM's greedy output."""
-    chosen = {n: texts[n] for n in NAMES}
-    return run_in_process(Job(str(folder), chosen, OUTPUT, ENGINE, ignore_eos=True)).tokens
 
 
 @pytest.mark.parametrize(("compressor", "counts"), [("kvzip", "per_head"), ("streaming_llm", "uniform")])

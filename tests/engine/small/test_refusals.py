@@ -95,6 +95,16 @@ def test_pages_that_do_not_fit_the_model(folder: Path) -> None:
         check_supported(config)
 
 
+def test_widths_for_another_number_of_layers(folder: Path) -> None:
+    """Before an engine starts."""
+    settings = VeriCacheConfig(page_format="turboquant_mixed", layer_bits=((4, 2),) * 4)
+    config = EngineArgs(
+        model=str(folder), enforce_eager=True, additional_config={KEY: settings.model_dump(mode="json")}
+    ).create_engine_config()
+    with pytest.raises(ConfigError, match="layer_bits has pairs for 4 layers, the model has 6 layers"):
+        check_supported(config)
+
+
 @pytest.mark.parametrize(
     ("attribute", "value", "why"),
     [

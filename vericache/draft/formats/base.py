@@ -47,23 +47,22 @@ class PageFormat(ABC):
         """The inverse of ``turn``."""
         return x
 
-    @property
-    def packed_page_bytes(self) -> int:
-        """Bytes of a page as the method would have it: ``page_bytes``, less where pages are simulated."""
-        return self.page_bytes
-
     def frozen_bytes(self, layers: int, heads: int) -> int:
         """What a slot holds beside its pages and tables."""
         return 0
 
-    def slot_bytes(self, head_pages: int, layers: int, heads: int) -> tuple[int, int]:
-        """A compressed context of so many pages: their bytes, table entries and counts (int32), and what packing fixed;
-        and the same if they were packed, where pages are simulated."""
-        beside = 4 * (head_pages + layers * heads) + self.frozen_bytes(layers, heads)
-        return head_pages * self.page_bytes + beside, head_pages * self.packed_page_bytes + beside
+    def slot_bytes(self, head_pages: int, layers: int, heads: int) -> int:
+        """A compressed context of so many pages: their bytes, table entries and counts (int32), and what packing
+        fixed."""
+        return head_pages * (self.page_bytes + 4) + 4 * layers * heads + self.frozen_bytes(layers, heads)
 
     def _pages(self, *parts: Tensor) -> Tensor:
         return page_content(parts, self.page_bytes)
+
+
+def pages_per_head(counts: Tensor, page_tokens: int) -> Tensor:
+    """Head pages that ``counts`` kept tokens take, per head."""
+    return (counts + page_tokens - 1) // page_tokens
 
 
 def aligned(content_bytes: int) -> int:

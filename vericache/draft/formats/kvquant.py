@@ -1,4 +1,4 @@
-"""KVQuant: what packed pages would hold, and what a slot fixes when it is compressed."""
+"""KVQuant."""
 
 import math
 from dataclasses import dataclass
@@ -6,27 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressors import Rotary
-from vericache.draft.formats.base import aligned, page_content, require_finite
+from compressors import Kept, Rotary, Shape
+from vericache.draft.formats.base import aligned, page_content, pages_per_head, require_finite
 from vericache.draft.formats.levels import best_levels, nearest
 from vericache.draft.formats.packing import pack, unpack
+from vericache.draft.formats.simulated import LayerTokens, Simulated
 from vericache.draft.formats.uniform import LARGEST
-from vericache.errors import ConfigError
+from vericache.errors import ConfigError, UnsupportedError
 
 OUTLIERS = 0.01  # share of numbers that are stored as they are
 SINKS = 4  # first tokens of a sequence that are stored as they are
-
-
-@dataclass(frozen=True)
-class LayerTokens:
-    """Tokens of one layer in head pages: ``keys`` (behind RoPE) and ``values`` ``[N, page_tokens, D]``, ``valid`` bool
-    and ``positions`` int64 ``[N, page_tokens]`` (0 where there is no token), ``heads`` int64 ``[N]``."""
-
-    keys: Tensor
-    values: Tensor
-    valid: Tensor
-    positions: Tensor
-    heads: Tensor
 
 
 @dataclass(frozen=True)
@@ -142,6 +131,37 @@ class KVQuant:
 
     def _before_rope(self, tokens: LayerTokens, rotary: Rotary) -> Tensor:
         return rotary.back(tokens.keys.flatten(0, 1), tokens.positions.flatten()).view_as(tokens.keys)
+
+
+class KVQuantPages(Simulated[Frozen]):
+    """Pages that hold what those of ``codec`` would give back."""
+
+    def __init__(self, codec: KVQuant) -> None:
+        super().__init__(codec.page_tokens, codec.head_dim, codec.dtype)
+        self.codec = codec
+
+    def require(self, shape: Shape) -> None:
+        if shape.rotary is None:
+            raise UnsupportedError(
+                f"page_format {self.name} packs keys as they are before RoPE, and this model has no single rotary "
+                f"embedding that all layers apply; set page_format to turboquant{self.codec.bits}"
+            )
+
+    def freeze(self, layer: int, tokens: LayerTokens, shape: Shape) -> Frozen:
+        assert shape.rotary is not None
+        return self.codec.freeze(tokens, shape.kv_heads, shape.rotary)
+
+    def rounded(self, tokens: LayerTokens, frozen: Frozen) -> Tensor:
+        kv = self.codec.decode(self.codec.encode(tokens, frozen), tokens.heads, frozen)
+        return torch.stack(kv, 1).to(self.dtype)
+
+    def frozen_bytes(self, layers: int, heads: int) -> int:
+        return layers * self.codec.frozen_bytes(heads)
+
+    def packed_bytes(self, kept: Kept) -> int:
+        pages = int(pages_per_head(kept.counts, self.page_tokens).sum())
+        saved = pages * (self.page_bytes - self.codec.page_bytes)
+        return self.slot_bytes(pages, *kept.counts.shape) - saved
 
 
 def key_thresholds(keys: Tensor) -> Tensor:

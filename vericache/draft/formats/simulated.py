@@ -1,47 +1,52 @@
 """Pages of a method whose attention kernel is not written yet."""
 
-import torch
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
 from torch import Tensor
 
-from compressors import Shape
-from vericache.draft.formats.kvquant import Frozen, KVQuant, LayerTokens
+from compressors import Kept, Shape
 from vericache.draft.formats.plain import Plain
-from vericache.errors import UnsupportedError
+
+F = TypeVar("F")  # what packing fixes in one layer of a slot
 
 
-class Simulated(Plain):
-    """Pages of the model's dtype that hold what the packed pages of ``codec`` would give back. Drafts are those of the
-    method; memory is that of plain pages, and every report says so (``packed_page_bytes``).
+@dataclass(frozen=True)
+class LayerTokens:
+    """Tokens of one layer in head pages: ``keys`` (behind RoPE) and ``values`` ``[N, page_tokens, D]``, ``valid`` bool
+    and ``positions`` int64 ``[N, page_tokens]`` (0 where there is no token), ``heads`` int64 ``[N]``. ``bits`` uint8
+    ``[N, page_tokens]``: what the compressor gave each token (``Kept.bits``); None if it gave nothing, and behind the
+    context."""
+
+    keys: Tensor
+    values: Tensor
+    valid: Tensor
+    positions: Tensor
+    heads: Tensor
+    bits: Tensor | None = None
+
+
+class Simulated(Plain, ABC, Generic[F]):
+    """Pages of the model's dtype that hold what the method's packed pages would give back. Drafts are those of the
+    method; memory is that of plain pages, and every report says so (``packed_bytes``).
 
     Verified tokens of a tail stay where they are: a fold rounds them in place.
     """
 
     simulated = True
 
-    def __init__(self, codec: KVQuant) -> None:
-        super().__init__(codec.page_tokens, codec.head_dim, codec.dtype)
-        self.codec = codec
-
     def require(self, shape: Shape) -> None:
         """Raises UnsupportedError when the model lacks what the method needs."""
-        if shape.rotary is None:
-            raise UnsupportedError(
-                f"page_format {self.name} packs keys as they are before RoPE, and this model has no single rotary "
-                f"embedding that all layers apply; set page_format to turboquant{self.codec.bits}"
-            )
 
-    def freeze(self, tokens: LayerTokens, shape: Shape) -> Frozen:
-        assert shape.rotary is not None
-        return self.codec.freeze(tokens, shape.kv_heads, shape.rotary)
+    @abstractmethod
+    def freeze(self, layer: int, tokens: LayerTokens, shape: Shape) -> F:
+        """What packing fixes for a layer of a slot when it is compressed, ``tokens`` being its kept context."""
 
-    def rounded(self, tokens: LayerTokens, frozen: Frozen) -> Tensor:
+    @abstractmethod
+    def rounded(self, tokens: LayerTokens, frozen: F) -> Tensor:
         """What packing leaves of ``tokens``, ``[N, 2, page_tokens, D]`` in the model's dtype."""
-        kv = self.codec.decode(self.codec.encode(tokens, frozen), tokens.heads, frozen)
-        return torch.stack(kv, 1).to(self.dtype)
 
-    @property
-    def packed_page_bytes(self) -> int:
-        return self.codec.page_bytes
-
-    def frozen_bytes(self, layers: int, heads: int) -> int:
-        return layers * self.codec.frozen_bytes(heads)
+    @abstractmethod
+    def packed_bytes(self, kept: Kept) -> int:
+        """``slot_bytes`` of a context if its pages were packed. ``kept.counts`` is in host memory."""
