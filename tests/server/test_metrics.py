@@ -56,6 +56,7 @@ def test_names_follow_prometheus_conventions() -> None:
         assert not name.endswith(("_total", "_count", "_sum", "_bucket"))
         assert (metric.kind == "histogram") == bool(metric.buckets)
         assert metric.help.endswith(".")
+        assert metric.kind != "counter" or metric.label is None or "" not in metric.values, "a label of nothing"
 
 
 def test_reasons_are_those_in_the_code() -> None:

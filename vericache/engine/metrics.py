@@ -73,6 +73,7 @@ METRICS: dict[str, Metric] = {
         "counter",
         "Decisions of certified rows (one per layer and KV head): nothing fetched, some tokens, or all.",
         "fetched",
+        values=("none", "some", "all"),
     ),
     "vericache_certified_fetched_tokens": Metric("counter", "Tokens that decisions fetched, of one KV head each."),
     "vericache_certified_fetched_bytes": Metric("counter", "Bytes that decisions fetched from host memory."),
