@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.engine import summaries, tokens
-from tests.interpreted.engine.v2_engine import V2Engine, params
+from tests.interpreted.engine.v2_engine import SLOW, V2Engine, params
 from tests.packings import turboquant
 from tests.reference import Reference, greedy
 
@@ -47,9 +47,10 @@ def test_rounds_equal_the_prediction(one_step_engine: V2Engine, folds: list[int]
         assert sum(predicted) > 0
 
 
-def test_compressed_anew_and_aborted(engine: V2Engine, folds: list[int]) -> None:
+@pytest.mark.parametrize("ratio", [pytest.param(0.5, marks=SLOW)])
+def test_compressed_anew_and_aborted(engine: V2Engine, folds: list[int], ratio: float) -> None:
     """Slots with folded pages are filled again and given back; what stays has the tokens of plain rows."""
-    engine.configure(ratio=0.5, tail_tokens=PAGE + 4)
+    engine.configure(ratio=ratio, tail_tokens=PAGE + 4)
     prompts = [engine.prompt(50 + i, i) for i in range(2)]
     for i, prompt in enumerate(prompts):
         engine.llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params(1, TOKENS)[0])
