@@ -123,7 +123,7 @@ def test_stop_strings_anywhere_in_a_block(client: OpenAI, texts: dict[str, list[
 @pytest.mark.parametrize(
     ("options", "field", "message"),
     [
-        ({"vericache_mode": "sometimes"}, "vericache_mode", "'auto', 'draft' or 'off'"),
+        ({"vericache_mode": "sometimes"}, "vericache_mode", "'auto', 'draft', 'off' or 'certified'"),
         ({"vericache_draft_length": 0}, "vericache_draft_length", "greater than or equal to 1"),
         ({"vericache_draft_length": 1000}, "vericache_draft_length", "window"),
         ({"vericache_ratio": 2.0}, "vericache_ratio", "less than or equal to 1"),
