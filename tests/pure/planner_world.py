@@ -153,15 +153,15 @@ class Engine:
         round_ = self.planner.tracks[request_id].round
         return round_.booking if round_ is not None else None
 
-    def add(self, request_id: str, wish: Wish, offloaded: bool = True) -> None:
+    def add(self, request_id: str, wish: Wish, offloaded: bool = True, certified: bool = False) -> None:
         self.requests[request_id] = Fake(wish)
         self.planner.demote(request_id)
         if offloaded:
-            self.offloaded(request_id)
+            self.offloaded(request_id, certified)
 
-    def offloaded(self, request_id: str) -> None:
+    def offloaded(self, request_id: str, certified: bool = False) -> None:
         self.requests[request_id].held = 0
-        self.planner.demoted(request_id, 0)
+        self.planner.demoted(request_id, 0, certified)
 
     def remove(self, request_id: str, how: Callable[[str], None]) -> None:
         """``how`` is the planner's ``finish`` or ``reside``."""

@@ -148,7 +148,7 @@ TestPlannerWithVaryingLimits.settings = settings(max_examples=200, stateful_step
 def test_a_request_can_leave_in_every_state(state: State, how: str, depth: int) -> None:
     """Its booking is given back, results that arrive afterwards are dropped, and the others go on."""
     engine = Engine(window=12, depth=depth)
-    engine.add("a", Wish(span=2, pages=30), offloaded=state is not State.DEMOTING)
+    engine.add("a", Wish(span=2, pages=30), state is not State.DEMOTING, certified=state is State.CERTIFIED)
     engine.add("other", Wish(span=2, pages=30))
     for _ in range(20):
         if engine.state("a") is state:
