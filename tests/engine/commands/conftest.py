@@ -17,7 +17,7 @@ FLAGS = {
     "--block-size": ENGINE["block_size"],
     "--kv-cache-memory-bytes": ENGINE["kv_cache_memory_bytes"],
     "--served-model-name": "demo",
-    "--shutdown-timeout": 15,
+    "--shutdown-timeout": 30,
     "--tool-call-parser": "xlam",  # one that loses arguments in deltas of many tokens
     "--vericache-mode": "draft",
     "--vericache-draft-policy": "fixed",

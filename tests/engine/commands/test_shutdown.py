@@ -31,7 +31,7 @@ def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenA
         return reason, count
 
     with ThreadPoolExecutor() as pool:
-        short, long = pool.submit(stream, 40), pool.submit(stream, 700)
+        short, long = pool.submit(stream, 16), pool.submit(stream, 700)
         time.sleep(1.5)
         os.kill(server.process.pid, signal.SIGTERM)
         deadline = time.monotonic() + 10
@@ -40,7 +40,7 @@ def test_sigterm_drains_and_ends_every_process(server: LiveServer, client: OpenA
         assert server.get("/health")[0] == 503
         assert server.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 1})[0] == 503
         assert server.get("/live")[0] == 200
-        assert short.result(timeout=60) == ("length", 40)
+        assert short.result(timeout=60) == ("length", 16)
         for pid in server.engine_pids():
             os.kill(pid, signal.SIGSTOP)  # so slow that no timeout is long enough
         reason, count = long.result(timeout=60)
