@@ -11,6 +11,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from benchmarks.engine import tokens
+from tests.engine.conftest import SMALL_LAYERS
 from tests.engine.harness import Harness
 from vericache.config import KEY, VeriCacheConfig, load
 from vericache.draft import backend, backend_cpu
@@ -97,11 +98,11 @@ def test_pages_that_do_not_fit_the_model(folder: Path) -> None:
 
 def test_widths_for_another_number_of_layers(folder: Path) -> None:
     """Before an engine starts."""
-    settings = VeriCacheConfig(page_format="turboquant_mixed", layer_bits=((4, 2),) * 4)
+    settings = VeriCacheConfig(page_format="turboquant_mixed", layer_bits=((4, 2),) * 3)
     config = EngineArgs(
         model=str(folder), enforce_eager=True, additional_config={KEY: settings.model_dump(mode="json")}
     ).create_engine_config()
-    with pytest.raises(ConfigError, match="layer_bits has pairs for 4 layers, the model has 6 layers"):
+    with pytest.raises(ConfigError, match=f"layer_bits has pairs for 3 layers, the model has {SMALL_LAYERS} layers"):
         check_supported(config)
 
 
