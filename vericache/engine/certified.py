@@ -6,7 +6,7 @@ anew from its tokens, as after any other loss of its KV, and demoted again: its 
 fresh.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vericache.certified.attention import Policy
@@ -68,12 +68,9 @@ def count(plan: StepPlan, report: StepReport, telemetry: Telemetry) -> None:
         if found is None or so_far is None:
             continue
         so_far.rows += 1
-        # All certificates and errors of a long output would be a long list: the largest are kept.
         total = so_far.decided + found
-        so_far.decided = Decided(
-            total.decisions, total.fetching, total.tokens, total.num_bytes, total.fallbacks,
-            (max(total.certificates),), total.measured,
-        )  # fmt: skip
+        # One for every token of a long output would be a long list: the largest is kept.
+        so_far.decided = replace(total, certificates=(max(total.certificates),))
         telemetry.certified(found)
 
 

@@ -1,6 +1,6 @@
 """Certified decode on the worker: a sketch and probabilities beside each slot, absent tokens from the host store."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
@@ -101,21 +101,17 @@ class CertifiedWorker:
         tokens, worst = int(outcome.fetched.sum()), outcome.error.max().item()
         token_bytes = 2 * query.shape[-1] * self.store.data.element_size()
         now = self._decided.get(slot.request_id, Decided())
-        # One certificate a position: the largest of its layers.
-        before = now.certificates or (0.0,)
         found = Decided(
             len(query),
             int((outcome.fetched > 0).sum()),
             tokens,
             tokens * token_bytes,
             int((outcome.fallback & (outcome.fetched > 0)).sum()),
+            measured=tuple(self._measure(slot, layer, outcome, query, tail, scale)),
         )
-        total = now + found
-        measured = (*total.measured, *self._measure(slot, layer, outcome, query, tail, scale))
-        self._decided[slot.request_id] = Decided(
-            total.decisions, total.fetching, total.tokens, total.num_bytes, total.fallbacks,
-            (max(worst, *before),), measured,
-        )  # fmt: skip
+        # One certificate a position: the largest of its layers.
+        largest = max(worst, *(now.certificates or (0.0,)))
+        self._decided[slot.request_id] = replace(now + found, certificates=(largest,))
 
     def _measure(
         self, slot: Decidable, layer: int, outcome: Outcome, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
