@@ -31,8 +31,8 @@ def test_every_request_ends_and_every_page_comes_back(mode: str, seed: int, coun
     machine = Machine(3 * GB, 1000 * GB, rng.choice([10, 50, 100]) * GB)
     setup = Setup(machine, mode, 1 * GB, 131072.0, window=16, draft_length=8, tail_tokens=64)
     engine = Engine(setup, rng)
-    shape = Shape(3000, 80, 0.9, 0.5)
-    jobs = [shape.job(f"r{i}", rng, rng.uniform(0, 0.5)) for i in range(count)]
+    shape = Shape(3000, 80, 0.9, 0.5, common=rng.choice([0, 1000, 1500]), sharers=rng.randint(1, 4))
+    jobs = [shape.job(i, rng, rng.uniform(0, 0.5)) for i in range(count)]
     engine.add(jobs)
     for _ in range(20_000):
         if not engine.busy:

@@ -173,8 +173,7 @@ class Coordinator:
         limits = Limits(self.throughput.iteration_ns, self.needs.transient_blocks(running, reserved))
         self.elastic.review(limits.pages)
         tick = self.planner.tick(self.needs, limits)
-        for request_id in tick.loads:
-            out.before.append(self._load(self.records[request_id]))
+        out.before += [self._load(self.records[i]) for i in tick.loads]
         for request_id in tick.drafts:
             self._draft(self.records[request_id], out)
         for request_id, count in tick.verifies:
@@ -374,10 +373,9 @@ class Coordinator:
 
     def _come_back(self, record: Detached) -> bool:
         """Promotion, right after a verify: its reload is in blocks already, which become vLLM's."""
-        if self.planner.tracks[record.request_id].round is not None or not self.elastic.has_room(record):
+        room = self.planner.tracks[record.request_id].round is None and self.elastic.has_room(record)
+        if not (room and self.reserved.transient.keep(record.blocks)):  # others use them: its next reload is its own
             return False
-        if not self.reserved.transient.keep(record.blocks):
-            return False  # others use them; its next reload will be its own
         self.blocks.attach(record.request, record.blocks)
         record.blocks, record.returning, record.since = [], False, self.planner.rings.now
         self._leave(record, "room")
