@@ -16,6 +16,8 @@ from scheduler.lifecycle import Round, State, Track
 from scheduler.rings import Booking, Rings, Shared
 from scheduler.sharing import Queue, Wish, join, lead
 
+NEAR = 0.25  # of the drafts a request aims at: it waits so long for others to begin a round with them
+
 
 class Host(Protocol):
     """What the planner asks its surroundings about one request."""
@@ -181,6 +183,9 @@ class Planner:
         wishes = [self._wish(track, host) for track in waiting]
         queue = Queue(wishes, sum(map(self._overdue, waiting)))
         refused: dict[int, list[Demand]] = defaultdict(list)  # by span: only such demands cover each other
+        apart: set[Hashable] = (
+            set()
+        )  # prefixes whose requests found no place together, so none begins without the others
         for number, wish in enumerate(wishes):
             demand = wish.demand
             if wish.track.round is not None:
@@ -188,10 +193,15 @@ class Planner:
             party = queue.party(number, wish, self.verify_tokens)
             if self._joins(wish, party, limits):
                 continue
-            if self.policy.monotone and any(demand.covers(smaller) for smaller in refused[demand.span]):
+            if wish.key in apart or (
+                self.policy.monotone and any(demand.covers(smaller) for smaller in refused[demand.span])
+            ):
                 bookings = list[Booking]()
             elif not (bookings := self._lead([one.demand for one in party], limits)):
-                refused[demand.span].append(demand)
+                if len(party) > 1:
+                    apart.add(wish.key)
+                else:
+                    refused[demand.span].append(demand)
             most = self.verify_tokens // len(bookings) - 1 if len(bookings) > 1 else wish.limit
             for one, booking in zip(party, bookings, strict=False):
                 one.track.draft(Round(min(one.limit, most), booking))
@@ -206,8 +216,8 @@ class Planner:
     # -- rounds with a common prefix ---------------------------------------------------------------
 
     def _joins(self, wish: Wish, party: Sequence[Wish], limits: Limits) -> bool:
-        """The request's round verifies on a reload that is booked for others already. Where it cannot, it waits until
-        they are through, to begin the next round with them; but not for longer than a window, nor when one of them is
+        """The request's round verifies on a reload that is booked for others already. Where it cannot, and their verify
+        is near, it waits to begin the next round with them; but not for longer than a window, nor when one of them is
         in its ``party``, verified, and begins anew."""
         track, shared = wish.track, self._shared.get(wish.key)
         if shared is None or self.rings.now > shared.booking.free_after:
@@ -220,7 +230,8 @@ class Planner:
         booking = self._join(wish.demand, limits)
         if booking is not None:
             track.draft(Round(wish.limit, booking))
-        return booking is not None or not self._overdue(track)
+        near = shared.booking.verify_at - self.rings.now <= wish.demand.anchor * NEAR
+        return booking is not None or (near and not self._overdue(track))
 
     def _join(self, demand: Demand, limits: Limits) -> Booking | None:
         shared = self._shared.get(demand.prefix.key) if demand.prefix is not None else None

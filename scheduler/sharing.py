@@ -58,16 +58,14 @@ class Queue:
 
 
 def lead(rings: Rings, policy: Policy, demands: Sequence[Demand], limits: Limits) -> list[Booking]:
-    """Reserve for the first of the ``demands``, which have the same prefix, and for as many of those behind it as fit
-    the same iterations. Empty, and nothing reserved, when not even the first one fits."""
-    count = len(demands)
-    while count:
-        party = demands[:count]
-        found = place(rings, policy, party[0] if count == 1 else _together(party, limits), limits)
-        if found is not None:
-            return _book(rings, found, party)
-        count //= 2
-    return []
+    """Reserve for the first of the ``demands``, which have the same prefix, and for as many of those behind it as would
+    fit empty rings together. Empty, and nothing reserved, when these do not fit now: one after the other they would
+    take more of the link and be apart from then on."""
+    count, whole = len(demands), demands[0]
+    while count > 1 and not _could_fit(whole := _together(demands[:count], limits), rings.window, limits):
+        count -= 1
+    found = place(rings, policy, whole if count > 1 else demands[0], limits)
+    return _book(rings, found, demands[:count]) if found is not None else []
 
 
 def join(rings: Rings, shared: Shared, demand: Demand, limits: Limits) -> Booking | None:
@@ -90,6 +88,10 @@ def _beside(demand: Demand) -> tuple[int, int]:
     """Link time and pages that are not the prefix's."""
     assert demand.prefix is not None
     return max(0, demand.link_ns - demand.prefix.link_ns), demand.pages - demand.prefix.pages
+
+
+def _could_fit(demand: Demand, window: int, limits: Limits) -> bool:
+    return demand.pages <= limits.pages and demand.span < window - demand.hold
 
 
 def _together(demands: Sequence[Demand], limits: Limits) -> Demand:
