@@ -132,6 +132,7 @@ def variants(setup: Setup, ablations: bool) -> Iterator[tuple[str, Setup]]:
         yield "staggered, fixed length", replace(setup, mode="staggered", draft_policy="fixed")
         yield "auto, fixed length", replace(setup, mode="auto", draft_policy="fixed")
         yield "auto, bandit", replace(setup, mode="auto", draft_policy="bandit")
+        yield "staggered, own reloads", replace(setup, mode="staggered", shared=False)
 
 
 def with_arena(setup: Setup, shape: Shape) -> Setup:
