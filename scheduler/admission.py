@@ -10,7 +10,7 @@ reloads follow one another without a gap although none of them takes a whole num
 paper books whole ones), and each is over when its verify begins.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
@@ -20,11 +20,21 @@ from scheduler.rings import Booking, Rings
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """The part of a reload that other requests need, too (those with the same ``key``): its link time and pages."""
+
+    key: Hashable
+    link_ns: int
+    pages: int
+
+
+@dataclass(frozen=True)
 class Demand:
     """What one round needs. The reload takes ``link_ns`` of link time, which an idle link has in ``span`` iterations
     (S); ``pages`` transient pages are held from the first of them until ``hold`` iterations after the verify
     (run-ahead scheduling learns a step's result that much later). ``named``: the verify row names its
-    drafts, so all of them must be known; elsewhere it takes them from the device."""
+    drafts, so all of them must be known; elsewhere it takes them from the device. ``prefix``: what of it may be
+    reloaded together with others."""
 
     anchor: int
     span: int
@@ -32,6 +42,7 @@ class Demand:
     pages: int
     hold: int = 0
     named: bool = True
+    prefix: Prefix | None = None
 
     @property
     def lag(self) -> int:
@@ -129,16 +140,20 @@ class LockStep:
         return alone
 
 
-def book(rings: Rings, policy: Policy, demand: Demand, limits: Limits) -> Booking | None:
-    """Admit one round: reserve its place in both rings, or return None and reserve nothing."""
+def place(rings: Rings, policy: Policy, demand: Demand, limits: Limits) -> Booking | None:
+    """Where one round can have its place in both rings; nothing is reserved yet."""
     d = policy.find(rings, demand, limits)
     link = None if d is None else policy.link(rings, d, demand, limits)
     if d is None or link is None:
         return None
     verify_at = rings.now + d
-    return rings.book(
-        Booking(verify_at - len(link), verify_at, verify_at + demand.hold, link, demand.pages, demand.named)
-    )
+    return Booking(verify_at - len(link), verify_at, verify_at + demand.hold, link, demand.pages, demand.named)
+
+
+def book(rings: Rings, policy: Policy, demand: Demand, limits: Limits) -> Booking | None:
+    """Admit one round: reserve its place in both rings, or return None and reserve nothing."""
+    found = place(rings, policy, demand, limits)
+    return None if found is None else rings.book(found)
 
 
 def _fill(cells: Sequence[int], needed: int, capacity: int) -> tuple[int, ...] | None:
@@ -146,6 +161,11 @@ def _fill(cells: Sequence[int], needed: int, capacity: int) -> tuple[int, ...] |
     first iteration that is touched on. None where there is too little, or where an earlier verify would do."""
     if needed and cells[-1] >= capacity:
         return None
+    return fill(cells, needed, capacity)
+
+
+def fill(cells: Sequence[int], needed: int, capacity: int) -> tuple[int, ...] | None:
+    """As ``_fill``, also where the last cells have nothing left."""
     taken = []
     for cell in reversed(cells):
         taken.append(min(needed, max(0, capacity - cell)))

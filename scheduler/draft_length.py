@@ -120,7 +120,7 @@ class Bandit(Estimate):
 POLICIES: dict[str, type[Fixed] | type[Ema] | type[Bandit]] = {"fixed": Fixed, "ema": Ema, "bandit": Bandit}
 
 
-def fair(rows: int, link: float, memory: float) -> int:
+def fair(rows: float, link: float, memory: float) -> int:
     """The shortest length with which ``rows`` requests that draft all get their rounds. A round takes ``link`` of the
     link's time and ``memory`` of the pages for reloads, in iterations. Who drafts shorter makes others wait."""
     return math.ceil(rows * max(link, memory)) - 1

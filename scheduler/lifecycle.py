@@ -14,7 +14,7 @@ A ``Track`` is the one owner of a request's state. Every illegal move is an erro
 import enum
 from dataclasses import dataclass
 
-from scheduler.rings import Booking
+from scheduler.rings import Booking, Shared
 
 
 class State(enum.Enum):
@@ -91,6 +91,10 @@ class Track:
     def bookings(self) -> list[Booking]:
         found = [self.verifying, self.round.booking if self.round is not None else None]
         return [b for b in found if b is not None]
+
+    def verifies_on(self, shared: Shared) -> bool:
+        """The verify row under way reads this reload of a prefix."""
+        return self.verifying is not None and self.verifying.shared is shared
 
     def demote(self) -> None:
         self._move(State.DEMOTING)

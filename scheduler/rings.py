@@ -5,7 +5,7 @@
 releasing what was reserved restores the ring exactly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -71,6 +71,7 @@ class Booking:
     pages: int
     named: bool = True  # see Demand
     released: bool = False
+    shared: "Shared | None" = None  # what the round needs beside this, booked once for all who share it
 
     @property
     def held(self) -> list[int]:
@@ -82,6 +83,17 @@ class Booking:
         """The last iteration whose draft token the verify row can carry: where it names its drafts, results lag by as
         many iterations as the pages are held after the verify."""
         return self.verify_at - 1 - (self.free_after - self.verify_at if self.named else 0)
+
+
+@dataclass
+class Shared:
+    """One reload of a prefix that several rounds verify on, the first of which was booked in iteration ``since``.
+    ``booking`` holds it until the last of the ``users`` rounds has given its own booking back."""
+
+    key: Hashable
+    booking: Booking
+    users: int
+    since: int
 
 
 class Rings:
@@ -108,12 +120,21 @@ class Rings:
 
     def restore(self, booking: Booking) -> Booking:
         """Book a cancelled booking again, in the same place."""
+        if (shared := booking.shared) is not None:
+            if not shared.users:
+                shared.booking = self.restore(shared.booking)
+            shared.users += 1
         return self.book(replace(booking, released=False))
 
     def cancel(self, booking: Booking) -> None:
-        """Give back what lies in the future. A booking is cancelled exactly once."""
+        """Give back what lies in the future, and what is shared after its last user. A booking is cancelled exactly
+        once."""
         if booking.released:
             raise RingError(f"a booking for iterations {booking.load_at}..{booking.free_after} was released twice")
         booking.released = True
         self.link.add(booking.load_at, booking.link, -1)
         self.pages.add(booking.load_at, booking.held, -1)
+        if (shared := booking.shared) is not None:
+            shared.users -= 1
+            if not shared.users:
+                self.cancel(shared.booking)

@@ -1,9 +1,11 @@
 """What ``scheduler.simulator`` runs on: the machine and the settings, requests, and the tally of what happened."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from scheduler.byte_model import Machine
 from scheduler.draft_length import POLICIES, DraftLength
+from scheduler.lifecycle import State, Track
 from scheduler.workload import Job
 
 PAGE = 16  # tokens
@@ -14,7 +16,7 @@ MODES = ("plain", "lockstep", "staggered", "auto")
 class Setup:
     """``mode``: of MODES; ``lockstep`` and ``staggered`` always draft. ``weights`` in bytes, ``token`` bytes of one
     token's KV; ``ratio`` of the context is kept, ``packed`` of a token's bytes in the arena, which has ``arena`` of the
-    memory beside the weights."""
+    memory beside the weights. ``shared``: who drafts on one document verifies on one reload of it."""
 
     machine: Machine
     mode: str
@@ -29,6 +31,7 @@ class Setup:
     verify_tokens: int = 300
     tail_tokens: int = 512
     seats: int = 1024
+    shared: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in MODES or self.draft_policy not in POLICIES:
@@ -59,12 +62,19 @@ class Row:
     leaves_at: float = 0.0  # when its demotion is done
     loaded_at: float = 0.0
     pages: int = 0  # transient
+    shares: bool = False  # of these, the document's are those of others, too
+    here: bool = False  # which another one has reloaded
     rounds: int = 0
     returning: bool = False
 
     @property
     def context(self) -> int:
         return self.job.prompt + self.made
+
+    @property
+    def common(self) -> int:
+        """Full pages of its document."""
+        return self.job.common // PAGE
 
     @property
     def left(self) -> int:
@@ -92,5 +102,43 @@ class Tally:
     peak_pages: int = 0
 
 
+def sharers(row: Row, rows: Iterable[Row]) -> list[Row]:
+    """Others that have a document in common with it."""
+    return [r for r in rows if row.common and r.job.document == row.job.document and r is not row]
+
+
+def transient(rows: Iterable[Row]) -> int:
+    """Pages that rows hold, those of a document once for all who share it."""
+    found, here = 0, set[int]()
+    for row in rows:
+        found += row.pages
+        if row.shares:
+            found -= row.common if row.job.document in here else 0
+            here.add(row.job.document)
+    return found
+
+
+def distinct(rows: Iterable[Row]) -> float:
+    """Tokens of the rows' contexts, those of a document once, over all of them."""
+    every, once, here = 0, 0, set[int]()
+    for row in rows:
+        every += row.context
+        once += row.context - (row.common * PAGE if row.job.document in here else 0)
+        here.add(row.job.document)
+    return once / every if every else 1.0
+
+
 def pages(tokens: int) -> int:
     return -(-tokens // PAGE)
+
+
+def letters(
+    plain: Iterable[str], tracks: Mapping[str, Track], drafts: Iterable[str], verifies: Iterable[str]
+) -> dict[str, str]:
+    """One iteration of the picture: a letter per request."""
+    found = dict.fromkeys(plain, "R")
+    for name, track in tracks.items():
+        found[name] = {State.DEMOTING: "C", State.LOADING: "l"}.get(track.state, ".")
+    for name in drafts:
+        found[name] = "L" if tracks[name].state is State.LOADING else "D"
+    return found | dict.fromkeys(verifies, "V")

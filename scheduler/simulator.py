@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from scheduler.admission import Demand, Limits, LockStep, Staggered, reload_span
+from scheduler.admission import Demand, Limits, LockStep, Prefix, Staggered, reload_span
 from scheduler.draft_length import POLICIES, Estimate, fair
 from scheduler.lifecycle import State
 from scheduler.planner import Planner
 from scheduler.residency import PATIENCE, Candidate, Mix, Pace, Residency, gain, working_pages
-from scheduler.simulated import PAGE, Row, Setup, Tally, pages
+from scheduler.simulated import PAGE, Row, Setup, Tally, distinct, letters, pages, sharers, transient
 from scheduler.throughput import Throughput
 from scheduler.workload import Job
 
@@ -66,7 +66,7 @@ class Engine:
         limits, each = self.planner.limits, pages(tokens)
         room = max(each, limits.pages) if limits is not None else each
         iteration = self.throughput.iteration_ns
-        return max(span, fair(len(self.out) + more, link_ns / iteration, (span + 1) * each / room))
+        return max(span, fair((len(self.out) + more) * self._distinct, link_ns / iteration, (span + 1) * each / room))
 
     def draft_limit(self, request_id: str) -> int:
         row = self.out[request_id]
@@ -76,7 +76,10 @@ class Engine:
     def demand(self, request_id: str, anchor: int) -> Demand:
         row = self.out[request_id]
         span, link_ns = self._reload(row.context)
-        return Demand(anchor, span, link_ns, pages(row.context + 1 + self.draft_limit(request_id)), 0, named=False)
+        wanted = pages(row.context + 1 + self.draft_limit(request_id))
+        common = Prefix(row.job.document, min(link_ns, self._reload(row.common * PAGE)[1]), row.common)
+        prefix = common if self._sharers(row) else None
+        return Demand(anchor, span, link_ns, wanted, 0, named=False, prefix=prefix)
 
     def drafts_ahead(self, request_id: str) -> bool:
         return False  # results are there before the next iteration
@@ -85,11 +88,20 @@ class Engine:
         row = self.out[request_id]
         round_ = self.planner.tracks[request_id].round
         assert round_ is not None
-        wanted = pages(row.context + 1 + round_.limit)
-        if wanted > self.free:
+        wanted, others = pages(row.context + 1 + round_.limit), self._sharers(row)
+        row.here = any(other.shares for other in others)
+        if wanted - row.here * row.common > self.free:
             return False
-        row.pages = wanted
+        row.pages, row.shares = wanted, bool(others)
         return True
+
+    def _sharers(self, row: Row) -> list[Row]:
+        """With whom it may reload. One that comes back reloads alone."""
+        return sharers(row, self.out.values()) if self.setup.shared and not row.returning else []
+
+    @property
+    def _distinct(self) -> float:
+        return distinct(self.out.values()) if self.setup.shared else 1.0
 
     def _reload(self, tokens: int) -> tuple[int, int]:
         num_bytes = round(tokens * self.setup.token)
@@ -99,7 +111,7 @@ class Engine:
 
     @property
     def free(self) -> int:
-        held = sum(pages(r.context + 1) for r in self.running) + sum(r.pages for r in self.out.values())
+        held = sum(pages(r.context + 1) for r in self.running) + transient(self.out.values())
         return self.setup.pages - held
 
     def _soon(self, row: Row) -> int:
@@ -107,8 +119,7 @@ class Engine:
 
     def _room(self, head: int) -> int:
         """Pages that transient KV may use."""
-        demoting = (r for i, r in self.out.items() if self.planner.tracks[i].state is State.DEMOTING)
-        held = sum(r.pages for r in self.out.values()) - sum(r.pages for r in demoting)
+        held = transient(r for i, r in self.out.items() if self.planner.tracks[i].state is not State.DEMOTING)
         growth = sum(self._soon(r) - pages(r.context + 1) for r in self.running)
         return self.free + held - growth - head
 
@@ -118,7 +129,9 @@ class Engine:
         tokens = max(largest, max((r.context for r in self.out.values()), default=0))
         span, link_ns = self._reload(tokens)
         each = pages(tokens + self.setup.window)
-        return working_pages(each, rows, self.setup.draft_length, (span, link_ns, 0), self.throughput.iteration_ns)
+        return working_pages(
+            each, rows * self._distinct, self.setup.draft_length, (span, link_ns, 0), self.throughput.iteration_ns
+        )
 
     # -- one iteration -----------------------------------------------------------------------------------
 
@@ -137,7 +150,8 @@ class Engine:
         verifies = [(self.out[i], drafts) for i, drafts in tick.verifies]
         self._pass(tick.drafts, verifies)
         if self.trace is not None:
-            self._remember(tick.drafts, [row.job.name for row, _ in verifies])
+            plain = [row.job.name for row in self.running]
+            self.trace.append(letters(plain, self.planner.tracks, tick.drafts, [row.job.name for row, _ in verifies]))
         self._results(tick.drafts, verifies)
         self._settle()
 
@@ -221,7 +235,7 @@ class Engine:
 
     def _verified(self, row: Row) -> None:
         name, setup = row.job.name, self.setup
-        if row.returning:
+        if row.returning and not (row.shares and any(r.shares for r in sharers(row, self.out.values()))):
             row.returning = self._room(0) - self._soon(row) >= self._working(len(self.out) - 1)
             if row.returning:
                 self.planner.reside(name)
@@ -230,7 +244,7 @@ class Engine:
                 self.running.append(row)
                 self.tally.promotions += 1
                 return
-        row.pages = 0
+        row.pages, row.shares = 0, False
         if row.context - row.filled > setup.tail_tokens:  # compressed anew, from the KV that is there
             row.filled, row.kept = row.context, self._kept(row)
         self.planner.verified(name, row.context, self.draft_limit(name))
@@ -291,7 +305,7 @@ class Engine:
         row.since = self.planner.rings.now
         self.out[name] = row
         self.planner.demote(name)
-        row.leaves_at = self._copy("down", row.context)
+        row.leaves_at = self._copy("down", row.context - (row.common * PAGE if self._sharers(row) else 0))
         self.tally.demotions += 1
 
     def _settle(self) -> None:
@@ -302,11 +316,12 @@ class Engine:
 
     def _leave(self, row: Row) -> None:
         del self.out[row.job.name]
-        row.pages, row.reserved = 0, 0.0
+        row.pages, row.reserved, row.shares = 0, 0.0, False
 
     def _load(self, row: Row) -> None:
-        row.loaded_at = self._copy("up", row.context)
-        self.tally.link += row.context * self.setup.token / self.setup.machine.link
+        tokens = row.context - row.here * row.common * PAGE
+        row.loaded_at = self._copy("up", tokens)
+        self.tally.link += tokens * self.setup.token / self.setup.machine.link
         self.tally.reloads += 1
 
     def _copy(self, direction: str, tokens: int) -> float:
@@ -376,17 +391,5 @@ class Engine:
 
     def _pace(self) -> Pace:
         """As the engine has it: iterations as long as they are now."""
-        reload = self.setup.page_bytes / self.setup.machine.link
+        reload = self.setup.page_bytes / self.setup.machine.link * self._distinct
         return Pace(self.throughput.iteration.value, 0.0, reload)
-
-    # -- the picture -------------------------------------------------------------------------------------
-
-    def _remember(self, drafts: list[str], verifies: list[str]) -> None:
-        assert self.trace is not None
-        letters = {row.job.name: "R" for row in self.running}
-        for name, track in self.planner.tracks.items():
-            letters[name] = {State.DEMOTING: "C", State.LOADING: "l"}.get(track.state, ".")
-        for name in drafts:
-            letters[name] = "L" if self.planner.tracks[name].state is State.LOADING else "D"
-        letters |= dict.fromkeys(verifies, "V")
-        self.trace.append(letters)

@@ -45,6 +45,11 @@ class VeriCacheConfig(BaseModel):
     )
     window: int = Field(64, ge=4, le=1024, description="iterations planned ahead (W); no round drafts longer")
     policy: Literal["staggered", "lockstep"] = Field("staggered", description="when requests verify")
+    shared_verifies: Literal["on", "off"] = Field(
+        "on",
+        description="on: requests whose prompts begin alike keep that part once in the host and verify together on one "
+        "reload of it, where vLLM's prefix cache is on",
+    )
     verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")
     compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
     counts: Literal["auto", "uniform", "per_layer", "per_head", "within_layer", "pyramid"] = Field(
@@ -123,9 +128,9 @@ class VeriCacheConfig(BaseModel):
     @classmethod
     def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML 1.1 reads ``off`` and ``yes`` as booleans, and Python takes those for numbers. No setting is one."""
-        if info.field_name in ("mode", "bitwise") and value is False:
+        if info.field_name in ("mode", "bitwise", "shared_verifies") and value is False:
             return "off"
-        if info.field_name == "bitwise" and value is True:
+        if info.field_name in ("bitwise", "shared_verifies") and value is True:
             return "on"
         if isinstance(value, bool):
             raise ValueError(f"got the boolean {value}")

@@ -1,12 +1,12 @@
 """The engine around a planner under test: a finite page pool, steps in flight, results that come late."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
-from scheduler.admission import Demand, Limits, LockStep, Policy, Staggered
+from scheduler.admission import Demand, Limits, LockStep, Policy, Prefix, Staggered
 from scheduler.lifecycle import State
 from scheduler.planner import Planner, Tick
 from scheduler.rings import Booking, Rings
@@ -16,12 +16,14 @@ DRAFTING = (State.DRAFTING, State.LOADING)
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request asks for in its next round; ``link_ns`` of link time in each of ``span`` iterations."""
+    """What a request asks for in its next round; ``link_ns`` of link time in each of ``span`` iterations. ``prefix`` is
+    what of it others with the same key need, too."""
 
     span: int = 1
     link_ns: int = 1
     pages: int = 1
     limit: int = 50
+    prefix: Prefix | None = None
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Fake:
 
     wish: Wish
     held: int = 0  # transient pages
+    shares: Prefix | None = None  # of these, pages that others may hold, too
     issued: int = 0
     known: int = 0
     loaded: bool = False
@@ -110,7 +113,7 @@ class Engine:
         self.planner.rings = self.rings
         self.requests: dict[str, Fake] = {}
         self.in_flight: deque[Step] = deque()
-        self.refusals = 0
+        self.refusals = self.reloads = 0
 
     # -- what the planner asks
 
@@ -122,7 +125,8 @@ class Engine:
 
     def demand(self, request_id: str, anchor: int) -> Demand:
         wish = self.requests[request_id].wish
-        return Demand(anchor, wish.span, wish.span * wish.link_ns, wish.pages, self.depth - 1, self.named)
+        link_ns = wish.span * wish.link_ns
+        return Demand(anchor, wish.span, link_ns, wish.pages, self.depth - 1, self.named, wish.prefix)
 
     def drafts_ahead(self, request_id: str) -> bool:
         return self.ahead and self.draft_limit(request_id) > 0
@@ -130,15 +134,24 @@ class Engine:
     def take_pages(self, request_id: str) -> bool:
         fake = self.requests[request_id]
         assert fake.held == 0, "transient pages are taken once per round"
-        if fake.wish.pages > self.free:
+        prefix = fake.wish.prefix
+        here = prefix is not None and prefix.key in self.copies
+        if fake.wish.pages - (prefix.pages if here and prefix else 0) > self.free:
             self.refusals += 1
             return False
-        fake.held = fake.wish.pages
+        fake.held, fake.shares = fake.wish.pages, prefix
+        self.reloads += not here
         return True
 
     @property
+    def copies(self) -> dict[Hashable, int]:
+        """Pages of each prefix that is on the device."""
+        return {f.shares.key: f.shares.pages for f in self.requests.values() if f.held and f.shares}
+
+    @property
     def held(self) -> int:
-        return sum(f.held for f in self.requests.values())
+        own = sum(f.held - (f.shares.pages if f.shares else 0) for f in self.requests.values() if f.held)
+        return own + sum(self.copies.values())
 
     @property
     def free(self) -> int:
@@ -185,7 +198,10 @@ class Engine:
                     (State.WAITING, State.DRAFTING), (State.WAITING, State.LOADING), (State.VERIFYING,) * 2,
                 )  # fmt: skip
                 self.requests[request_id].begin_round()
-                assert track.round.limit == self.draft_limit(request_id)
+                booking, limit = track.round.booking, self.draft_limit(request_id)
+                shared = booking.shared if booking is not None else None
+                most = self.verify_tokens // shared.users - 1 if shared and shared.users > 1 else limit
+                assert min(limit, most) <= track.round.limit <= limit
         for request_id in out.loads:
             fake = self.requests[request_id]
             assert before[request_id] in (State.WAITING, State.DRAFTING)
@@ -264,7 +280,11 @@ class Engine:
             loads = [b for b in rings.live if b.load_at <= now < b.verify_at]
             assert rings.link.cells[i] == sum(b.link[now - b.load_at] for b in loads)
             assert rings.pages.cells[i] == sum(b.pages for b in rings.live if b.load_at <= now <= b.free_after)
-        owned = {id(b) for t in tracks.values() for b in t.bookings}
+        bookings = [b for t in tracks.values() for b in t.bookings]
+        shared = {id(b.shared): b.shared for b in bookings if b.shared is not None}
+        assert {i: s.users for i, s in shared.items()} == Counter(id(b.shared) for b in bookings if b.shared)
+        assert all(b.verify_at == b.shared.booking.verify_at for b in bookings if b.shared), "they verify together"
+        owned = {id(b) for b in [*bookings, *(s.booking for s in shared.values())]}
         assert owned == {id(b) for b in rings.live}, "every booking belongs to a round"
         assert rings.booked - rings.cancelled == Counter(owned), "every other booking was released once"
         assert 0 <= self.held <= self.pool

@@ -43,6 +43,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
     values: dict[str, Any] = {
         "mode": "off",
         "bitwise": "on",
+        "shared_verifies": "off",
         "policy": "lockstep",
         "draft_policy": "bandit",
         "page_format": "kivi2",

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler.admission import Limits, LockStep, Staggered
+from scheduler.admission import Limits, LockStep, Prefix, Staggered
 from scheduler.lifecycle import State
 from tests.pure.planner_world import Engine, Wish
 
@@ -39,11 +39,14 @@ class PlannerMachine(RuleBasedStateMachine):
         self.added = 0
 
     def _wish(self, chance: Random) -> Wish:
-        """Often small, so that several rounds run at a time; sometimes all there is."""
+        """Often small, so that several rounds run at a time; sometimes all there is. Half of the requests have a prefix
+        that others have, too."""
         longest, room = self.engine.window - self.engine.depth, self.engine.window - 1
         span = min(chance.randint(1, longest), chance.randint(1, longest))
         link_ns, pages = chance.randint(0, LINK), min(chance.randint(1, POOL), chance.randint(1, POOL))
-        return Wish(span, link_ns, pages, chance.randint(0, room))
+        prefix = Prefix(chance.choice("ab"), min(3 * LINK // 2, span * link_ns), POOL // 3)
+        shared = prefix if chance.random() < 0.5 and pages >= prefix.pages else None
+        return Wish(span, link_ns, pages, chance.randint(0, room), shared)
 
     def _add(self, chance: Random) -> None:
         self.added += 1

@@ -31,8 +31,8 @@ def test_every_request_ends_and_every_page_comes_back(mode: str, seed: int, coun
     machine = Machine(3 * GB, 1000 * GB, rng.choice([10, 50, 100]) * GB)
     setup = Setup(machine, mode, 1 * GB, 131072.0, window=16, draft_length=8, tail_tokens=64)
     engine = Engine(setup, rng)
-    shape = Shape(3000, 80, 0.9, 0.5)
-    jobs = [shape.job(f"r{i}", rng, rng.uniform(0, 0.5)) for i in range(count)]
+    shape = Shape(3000, 80, 0.9, 0.5, common=rng.choice([0, 1000, 1500]), sharers=rng.randint(1, 4))
+    jobs = [shape.job(i, rng, rng.uniform(0, 0.5)) for i in range(count)]
     engine.add(jobs)
     for _ in range(20_000):
         if not engine.busy:
@@ -104,4 +104,15 @@ def test_a_trace_is_read_and_a_bad_row_named() -> None:
 
 def test_variants_are_named() -> None:
     assert [name for name, _ in variants(SETUP, False)] == ["plain", "lockstep", "staggered", "auto"]
-    assert len(dict(variants(SETUP, True))) == 7
+    assert len(dict(variants(SETUP, True))) == 8
+
+
+def test_requests_about_one_document_need_the_link_less() -> None:
+    """Always drafting, where the link is the limit: faster, with fewer bytes for each accepted draft."""
+    shape, found = Shape(32768, 512, 0.975, common=24000, sharers=4), []
+    for shared in (True, False):
+        setup = with_arena(replace(SETUP, mode="staggered", shared=shared), shape)
+        outcome = Study(setup, shape, 2.0).run(Load(52))
+        found.append((outcome.rate, outcome.tally.link / outcome.tally.right))
+    assert found[0][0] > 1.3 * found[1][0]
+    assert found[0][1] < 0.7 * found[1][1]

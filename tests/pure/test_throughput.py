@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.throughput import Measured, Throughput
+from scheduler.throughput import Measured, Throughput, weighted_median
 
 positive = st.floats(1e-6, 1e12)
 
@@ -94,3 +94,20 @@ def test_iterations_that_wait_for_late_reloads_do_not_count() -> None:
         throughput.step(now, busy=True)
         now += 0.09 if i % 3 == 0 else 0.01
     assert throughput.iteration.value == pytest.approx(0.01)
+
+
+@given(st.lists(st.tuples(positive, st.floats(1, 1e9)), min_size=1, max_size=20))
+def test_half_of_the_weight_is_on_either_side(samples: list[tuple[float, float]]) -> None:
+    found, whole = weighted_median(samples), sum(weight for _, weight in samples)
+    for side in (sum(w for v, w in samples if v < found), sum(w for v, w in samples if v > found)):
+        assert side <= whole / 2 * (1 + 1e-9)
+
+
+def test_short_copies_say_little_of_the_link() -> None:
+    """Those behind a shared reload take as long as it takes to start a copy."""
+    throughput = Throughput(bandwidth=None)
+    for _ in range(3):
+        throughput.transferred(4_000_000_000, 0.1)
+        for _ in range(4):
+            throughput.transferred(2_000_000, 0.001)
+    assert throughput.bandwidth.value == 4e10

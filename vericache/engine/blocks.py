@@ -1,11 +1,12 @@
 """Device KV blocks that VeriCache holds itself, out of vLLM's own pool.
 
-Blocks are always given back by explicit list. Relies on ``BlockPool.get_new_blocks`` / ``free_blocks`` /
-``get_num_free_blocks``, ``KVCacheManager.get_block_ids`` / ``pop_blocks_for_free``, and
-``SingleTypeKVCacheManager.req_to_blocks`` / ``num_cached_block``.
+Blocks are always given back by explicit list. Relies on ``BlockPool.get_new_blocks`` / ``touch`` / ``free_blocks`` /
+``get_num_free_blocks`` / ``hash_block_size``, ``KVCacheManager.get_block_ids`` / ``pop_blocks_for_free`` /
+``enable_caching``, ``Request.block_hashes``, and ``SingleTypeKVCacheManager.req_to_blocks`` / ``num_cached_block`` /
+``block_size``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -31,13 +32,25 @@ class DeviceBlocks:
         """``count`` blocks, or None when fewer are free."""
         return self._pool.get_new_blocks(count) if count <= self.free else None
 
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """One more reference to each, which ``give`` takes back."""
+        self._pool.touch(blocks)
+
     def give(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Return blocks; the last ones are reused first, so that a cached prefix lives longest."""
+        """Return blocks, those with no other reference to the pool; the last ones are reused first, so that a cached
+        prefix lives longest."""
         self._pool.free_blocks(list(reversed(blocks)))
 
     def of_request(self, request: Request) -> list[int]:
         """Ids of the blocks vLLM holds for a request (one KV cache group)."""
         return list(self._manager.get_block_ids(request.request_id)[0])
+
+    def keys(self, request: Request) -> Sequence[Hashable]:
+        """Of a request's full blocks, as far as their tokens are known: equal keys, equal KV. None where vLLM's prefix
+        cache would not take one request's KV for another's."""
+        (manager,) = self._manager.coordinator.single_type_managers
+        cached = self._manager.enable_caching and not request.skip_reading_prefix_cache
+        return request.block_hashes if cached and manager.block_size == self._pool.hash_block_size else ()
 
     def attach(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
         """Put blocks that hold a request's KV into vLLM's books: the reverse of ``detach``. The prefix cache learns of

@@ -25,6 +25,7 @@ from vericache.engine.detached import Detached
 from vericache.engine.elastic import Elastic
 from vericache.engine.eligibility import Reason, end_tokens, resident_reason
 from vericache.engine.grammar import Grammars
+from vericache.engine.losses import without_copy
 from vericache.engine.needs import RoundNeeds
 from vericache.engine.observe import EngineStats
 from vericache.engine.ops import MEASURED, DraftRow, Load, Offload, StepReport, VerifyRow, WriteBack
@@ -55,7 +56,7 @@ class Coordinator:
         self.grammars = grammars
         self.records: dict[str, Detached] = {}
         self.reserved = Reservations(plan, blocks, bounds.seats)
-        self.prestore = Prestore(plan, blocks, self.reserved)
+        self.prestore = Prestore(self.reserved)
         self.stats = EngineStats()
         self.past: dict[str, Detached] = {}  # records of requests that became plain rows again
         self._folds: list[tuple[int, int]] = []  # (slot, strips) for the next step
@@ -71,12 +72,12 @@ class Coordinator:
         self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
         policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
+        self.reserved.sharing = settings.shared_verifies == "on"
         self.reserved.tails = TailSizes.of(self.plan.page_format, settings.recent, settings.window)
-        self.demotion = Demotion(self.plan, self.blocks, self.bounds, self.texts, settings.verify_tokens)
+        self.demotion = Demotion(self.reserved, self.bounds, self.texts, settings.verify_tokens)
         self.needs = RoundNeeds(
-            self.records, self.planner, self.plan, self.blocks, self.bounds, self.throughput, settings.tail_tokens,
-            self.reserved.tails,
-        )  # fmt: skip
+            self.records, self.planner, self.reserved, self.bounds, self.throughput, settings.tail_tokens
+        )
         self.elastic = Elastic(self)
 
     # -- leaving the device ----------------------------------------------------------------------------
@@ -177,10 +178,7 @@ class Coordinator:
         limits = Limits(self.throughput.iteration_ns, self.needs.transient_blocks(running, reserved))
         self.elastic.review(limits.pages)
         tick = self.planner.tick(self.needs, limits)
-        for request_id in tick.loads:
-            record = self.records[request_id]
-            blocks = ids(record.blocks)[: self.plan.blocks_for(record.context)]
-            out.before.append(Load(request_id, tuple(record.host_pages[: len(blocks)]), tuple(blocks)))
+        out.before += [self._load(self.records[i]) for i in tick.loads]
         for request_id in tick.drafts:
             self._draft(self.records[request_id], out)
         for request_id, count in tick.verifies:
@@ -198,6 +196,12 @@ class Coordinator:
         return self.prestore.step(
             running, lambda r: self.always(r) and self.resident_reason(r) is None, window, spare, most
         )
+
+    def _load(self, record: Detached) -> Load:
+        """Also where nothing is left to copy: the verify row waits for this, which comes after what others load."""
+        rest = slice(record.here, self.plan.blocks_for(record.context))
+        self.stats.telemetry.count("vericache_shared_reload_bytes", record.here * self.plan.block_bytes)
+        return Load(record.request_id, tuple(record.host_pages[rest]), tuple(ids(record.blocks)[rest]))
 
     def _draft(self, record: Detached, out: StepPlan) -> None:
         round_ = self.planner.tracks[record.request_id].round
@@ -239,11 +243,6 @@ class Coordinator:
 
     # -- digesting one step ------------------------------------------------------------------------------
 
-    def failed_reloads(self, report: StepReport) -> list[Detached]:
-        """Requests whose reload failed: a verify row that ran on it must be dropped before anyone reads it."""
-        lost = {f.request_id for f in report.failures if f.op == Load.__name__}
-        return [self.records[i] for i in lost if i in self.records]
-
     def collect(self, plan: StepPlan, report: StepReport, sampled: Mapping[str, Sequence[int]]) -> None:
         """Take in what the workers sampled for our rows, before vLLM processes the output."""
         self.stats.digest(report)
@@ -269,11 +268,11 @@ class Coordinator:
     def digest(self, plan: StepPlan, report: StepReport) -> tuple[list[Detached], list[Detached]]:
         """Settle a step after vLLM has processed its output. Returns (rejoin, recompute): requests that become
         plain rows again with their KV still in vLLM's blocks, and those whose KV is gone."""
-        failed = {f.request_id for f in report.failures}
+        holders = self.prestore.held() | {r.request_id: r.host_pages for r in self.records.values()}
+        uncopied = without_copy(plan, report, holders, self.reserved)
+        failed = {f.request_id for f in report.failures} | uncopied
         rejoin: list[Detached] = []
-        recompute = [
-            r for f in report.failures if f.op == Offload.__name__ and (r := self._copy_failed(f.request_id, plan))
-        ]
+        recompute = [r for i in uncopied if (r := self._copy_failed(i, plan))]
         for record in plan.settling:
             if not self._is_live(record):
                 continue
@@ -304,8 +303,8 @@ class Coordinator:
         return rejoin, recompute
 
     def _copy_failed(self, request_id: str, plan: StepPlan) -> Detached | None:
-        """A copy made ahead failed: all of them are made anew, or, if the request relies on it already, it is returned,
-        abandoned."""
+        """A copy that the request, or another one with the same prefix, made ahead failed: all of them are made anew,
+        or, if the request relies on it already, it is returned, abandoned."""
         self.prestore.forget(request_id)
         record = self.records.get(request_id)
         if record is None or record in plan.settling:
@@ -383,7 +382,8 @@ class Coordinator:
 
     def _come_back(self, record: Detached) -> bool:
         """Promotion, right after a verify: its reload is in blocks already, which become vLLM's."""
-        if self.planner.tracks[record.request_id].round is not None or not self.elastic.has_room(record):
+        room = self.planner.tracks[record.request_id].round is None and self.elastic.has_room(record)
+        if not (room and self.reserved.transient.keep(record.blocks)):  # others use them: its next reload is its own
             return False
         self.blocks.attach(record.request, record.blocks)
         record.blocks, record.returning, record.since = [], False, self.planner.rings.now

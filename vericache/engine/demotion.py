@@ -4,19 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compressors import METHODS
-from vericache.engine.blocks import DeviceBlocks, ids
+from vericache.engine.blocks import ids
 from vericache.engine.detached import Detached
 from vericache.engine.ops import Compress, Offload, ProbeRow
 from vericache.engine.plan import Bounds, Probing, StepPlan
-from vericache.engine.settings import MemoryPlan
+from vericache.engine.reservations import Reservations
 
 
 @dataclass(frozen=True)
 class Demotion:
     """``texts``: by compressor, token ids that scoring rows append (see ``compressors.Scorer.probes``)."""
 
-    plan: MemoryPlan
-    blocks: DeviceBlocks
+    reserved: Reservations
     bounds: Bounds
     texts: Mapping[str, Mapping[str, Sequence[int]]]
     verify_tokens: int
@@ -32,8 +31,8 @@ class Demotion:
         request, context = record.request, record.context
         if request.num_output_placeholders or context != request.num_tokens - 1:
             return None  # the token that ends the context is still in flight
-        own = [] if record.anew else self.blocks.of_request(request)
-        held = (own or ids(record.blocks))[: self.plan.blocks_for(context)]
+        own = [] if record.anew else self.reserved.blocks.of_request(request)
+        held = (own or ids(record.blocks))[: self.reserved.plan.blocks_for(context)]
         device = held + (ids(record.blocks)[len(held) :] if record.anew else ids(record.blocks))
         if record.probes is None:
             tokens = list(request.all_token_ids[:context])
@@ -42,8 +41,7 @@ class Demotion:
         if record.probes_sent < len(record.probes):
             return self._score(record, device, out)
         if not record.anew:
-            rest = slice(min(record.stored, len(held)), len(held))
-            out.before.append(Offload(record.request_id, tuple(held[rest]), tuple(record.host_pages[rest])))
+            out.before.append(self._offload(record, held))
         probes = len(record.probes)
         pages = tuple(record.host_pages[: len(held)]) if record.certified is not None else ()
         out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes, pages))
@@ -51,11 +49,18 @@ class Demotion:
         out.settling.append(record)
         return None
 
+    def _offload(self, record: Detached, held: Sequence[int]) -> Offload:
+        """What is not in the host yet of the blocks ``held``, the last of which need not be full."""
+        pages, full = record.host_pages, record.context // self.reserved.plan.block_tokens
+        rest = range(min(record.stored, len(held)), len(held))
+        missing = [i for i in rest if i >= full or self.reserved.missing(record.request, pages, i)]
+        return Offload(record.request_id, tuple(held[i] for i in missing), tuple(pages[i] for i in missing))
+
     def _score(self, record: Detached, device: Sequence[int], out: StepPlan) -> str | None:
         assert record.probes is not None
         probe, index, context = record.probes[record.probes_sent], record.probes_sent, record.context
         length = probe.start + len(probe.tokens)
-        needed = self.plan.blocks_for(length)
+        needed = self.reserved.plan.blocks_for(length)
         too_long = len(probe.tokens) > self.scoring_room or length > self.bounds.max_model_len
         if too_long or needed > len(device):  # the tokenizer's texts are longer than the method's bound
             return "scoring_too_long"

@@ -32,6 +32,8 @@ class Detached:
     base: int = 0  # where the tail begins: ``filled_at``, and what left it since for packed pages
     folded: int = 0  # tokens behind ``filled_at`` that were packed, or rounded where pages are simulated
     blocks: list[KVCacheBlock] = field(default_factory=list)  # device blocks held: transient pages, or scratch
+    copies: int = 0  # leading ones of these that other requests may use, too
+    here: int = 0  # leading ones that another request had reloaded when they were taken
     wider: float | None = None  # the ratio to compress it at anew at the next verify, because its drafts stay wrong
     rounds_before: int = 0  # rounds when the slot was filled
     anew: bool = False  # being compressed again at a verify boundary: ``blocks`` hold the context

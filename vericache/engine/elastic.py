@@ -170,7 +170,8 @@ class Elastic:
         shorter, looks no better than it is."""
         found = self._coordinator
         throughput = found.throughput
-        return Pace(throughput.iteration.value, 0.0, found.plan.block_bytes / throughput.bandwidth.value)
+        moved = found.plan.block_bytes * found.reserved.host.share  # a page that several need is reloaded once
+        return Pace(throughput.iteration.value, 0.0, moved / throughput.bandwidth.value)
 
     def _working(self, change: int) -> int:
         """Blocks that rounds need with ``change`` detached requests more."""

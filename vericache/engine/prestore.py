@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from vllm.v1.request import Request
 
-from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.ops import Offload
 from vericache.engine.reservations import Reservations
-from vericache.engine.settings import MemoryPlan
 
 
 @dataclass
@@ -26,8 +24,8 @@ class Stored:
 class Prestore:
     """Owns the host pages of requests that are still plain rows."""
 
-    def __init__(self, plan: MemoryPlan, blocks: DeviceBlocks, reserved: Reservations) -> None:
-        self._plan, self._blocks, self._reserved = plan, blocks, reserved
+    def __init__(self, reserved: Reservations) -> None:
+        self._reserved = reserved
         self._stored: dict[str, Stored] = {}
 
     def step(
@@ -46,25 +44,33 @@ class Prestore:
             if held is None:
                 continue
             # Scheduled tokens count: operations run after the steps before this one.
-            full = min(request.num_computed_tokens // self._plan.block_tokens, len(held.pages))
+            full = min(request.num_computed_tokens // self._reserved.plan.block_tokens, len(held.pages))
             held.blocks = min(held.blocks, full)  # it was preempted in between, and starts anew
-            count = min(full - held.blocks, most)
-            if count > 0:
-                span = slice(held.blocks, held.blocks + count)
+            missing = self._missing(request, held, full, most)
+            if missing:
+                blocks = self._reserved.blocks.of_request(request)
                 found.append(
-                    Offload(request_id, tuple(self._blocks.of_request(request)[span]), tuple(held.pages[span]))
+                    Offload(request_id, tuple(blocks[i] for i in missing), tuple(held.pages[i] for i in missing))
                 )
-                held.blocks += count
-                most -= count
+                most -= len(missing)
+        return found
+
+    def _missing(self, request: Request, held: Stored, full: int, most: int) -> list[int]:
+        """The next blocks to copy; others are in the host already."""
+        found: list[int] = []
+        while held.blocks < full and len(found) < most:
+            if self._reserved.missing(request, held.pages, held.blocks):
+                found.append(held.blocks)
+            held.blocks += 1
         return found
 
     def _take_up(self, request: Request, window: int, spare: int) -> Stored | None:
-        count, host = self._plan.blocks_for(request.num_tokens + window), self._reserved.host
-        if count + spare > host.free:
+        want = self._reserved.pages_beside(request, window)
+        if want + spare > self._reserved.host.free:
             return None
-        pages = host.take(count)
+        pages = self._reserved.host.take(want)
         assert pages is not None
-        held = self._stored[request.request_id] = Stored(pages)
+        held = self._stored[request.request_id] = Stored([*self._reserved.hold_prompt(request), *pages])
         return held
 
     def pages(self, request_id: str) -> list[int]:
@@ -76,6 +82,10 @@ class Prestore:
         """The request owns its pages itself from now on. Returns how many of its blocks they hold."""
         held = self._stored.pop(request_id, None)
         return held.blocks if held is not None else 0
+
+    def held(self) -> dict[str, list[int]]:
+        """Pages by request."""
+        return {request_id: held.pages for request_id, held in self._stored.items()}
 
     def forget(self, request_id: str) -> None:
         """Give the pages back, when no step in flight writes to them any more."""
@@ -89,3 +99,9 @@ class Prestore:
         for request_id in ids:
             self.forget(request_id)
         return bool(ids)
+
+    def forget_cached(self) -> None:
+        """vLLM has emptied its prefix cache, while no block was in use: new requests find nothing of old ones here,
+        either."""
+        self.forget_all()
+        self._reserved.host.withdraw_all()

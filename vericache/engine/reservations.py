@@ -4,7 +4,7 @@ Arena slots and pages, host pages and device blocks are reserved here and given 
 request is reserved all-or-nothing before anything of it moves, with bounds known before any score is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from vllm.v1.request import Request
@@ -13,9 +13,11 @@ from compressors import METHODS, MethodSpec
 from vericache.draft.arena import kept_bound, page_bound
 from vericache.engine.blocks import DeviceBlocks
 from vericache.engine.detached import Detached
+from vericache.engine.host_pages import HostPages
 from vericache.engine.ledger import CountPool, Fence, IdPool
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.tails import TailSizes
+from vericache.engine.transient import Transient
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,11 @@ class Reservations:
     def __init__(self, plan: MemoryPlan, blocks: DeviceBlocks, seats: int) -> None:
         self.plan, self.blocks = plan, blocks
         self.tails: TailSizes  # set, and changed, while nothing is reserved
+        self.sharing = False  # of host pages among requests, and with them of reloads; as ``tails``
         self.slots = IdPool(seats)
         self.arena = CountPool(plan.arena_pages)
-        self.host = IdPool(plan.host_pages)
+        self.host = HostPages(plan.host_pages)
+        self.transient = Transient(blocks)
         self.fence = Fence()
         self._heads = plan.layers * plan.kv_heads
 
@@ -47,7 +51,7 @@ class Reservations:
     def want(self, request: Request, spec: MethodSpec, tail: int, window: int, own: Sequence[int] = ()) -> Want:
         """Of a request with ``tail`` tokens behind its compressed context that has its ``own`` host pages already."""
         context = request.num_tokens
-        pages = max(0, self.plan.blocks_for(context + window) - len(own))
+        pages = max(0, self.plan.blocks_for(context + window) - len(own)) if own else self.pages_beside(request, window)
         return Want(self.units(spec, context, tail), pages, self._scratch(spec, context))
 
     def fits(self, wants: Sequence[Want]) -> bool:
@@ -71,7 +75,8 @@ class Reservations:
         assert slot is not None
         assert host_pages is not None
         assert blocks is not None
-        return Detached(request, spec, slot[0], want.units, tail, [*own, *host_pages], blocks=blocks)
+        held = own or self.hold_prompt(request)
+        return Detached(request, spec, slot[0], want.units, tail, [*held, *host_pages], blocks=blocks)
 
     def close(self, record: Detached) -> None:
         """Give everything back. Host pages and blocks wait for the steps in flight; the slot's pages are freed by the
@@ -82,15 +87,57 @@ class Reservations:
         self.slots.release([record.slot])
         self.arena.release(record.arena_units)
 
+    def keys(self, request: Request) -> Sequence[Hashable]:
+        """By which the host pages of a request's full blocks are found."""
+        return self.blocks.keys(request) if self.sharing else ()
+
+    def pages_beside(self, request: Request, window: int) -> int:
+        """Host pages for a request and ``window`` tokens more, beside those that ``hold_prompt`` finds."""
+        known = self.host.known(self.keys(request), request.num_prompt_tokens // self.plan.block_tokens)
+        return self.plan.blocks_for(request.num_tokens + window) - known
+
+    def hold_prompt(self, request: Request) -> list[int]:
+        """Become a holder of the leading pages of the prompt that are in the host already. Only full blocks of the
+        prompt itself: a verify row writes to none of them."""
+        keys = self.keys(request)
+        count = self.host.known(keys, request.num_prompt_tokens // self.plan.block_tokens)
+        pages = [self.host.find(key) for key in keys[:count]]
+        return [self.host.hold(page) for page in pages if page is not None]
+
+    def missing(self, request: Request, pages: list[int], index: int) -> bool:
+        """Whether the full block ``index``, whose KV the steps up to this one compute, must be copied to
+        ``pages[index]``, where others find it from now on. Not when a page with it is there: that takes its place.
+        A request whose block before is filed nowhere, or elsewhere, keeps this one for itself, too."""
+        keys = self.keys(request)
+        if index >= len(keys) or (index and self.host.find(keys[index - 1]) != pages[index - 1]):
+            return True
+        found, own = self.host.find(keys[index]), pages[index]
+        if found is None:
+            self.host.file(own, keys[index])
+        elif found != own:
+            pages[index] = self.host.hold(found)
+            self.give_pages([own])
+        return found is None
+
     def give_pages(self, pages: Sequence[int]) -> None:
         """Return host pages once no step in flight writes to them."""
         self.fence.after_in_flight(lambda: self.host.release(pages))
 
     def give_blocks(self, record: Detached) -> None:
         """Return the device blocks a request holds outside vLLM's books."""
-        blocks, record.blocks = record.blocks, []
+        blocks, record.blocks, record.copies, record.here = record.blocks, [], 0, 0
         if blocks:
-            self.fence.after_in_flight(lambda: self.blocks.give(blocks))
+            self.fence.after_in_flight(lambda: self.transient.give(blocks))
+
+    def take_blocks(self, record: Detached, tokens: int) -> bool:
+        """The device blocks of a round; False and nothing taken when too few are free. One that is to come back keeps
+        its blocks, so it shares none."""
+        copies = 0 if record.returning else self.host.held_by_others(record.host_pages)
+        taken = self.transient.take(record.host_pages[:copies], self.plan.blocks_for(tokens))
+        if taken is None:
+            return False
+        record.copies, (record.blocks, record.here) = copies, taken
+        return True
 
     def fold(self, record: Detached) -> int:
         """Strips of verified tokens to fold, as far as ``tails`` says; they leave the tail where pages are packed."""

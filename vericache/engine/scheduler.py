@@ -34,6 +34,7 @@ from vericache.engine.connector import VeriCacheConnector, report_of
 from vericache.engine.coordinator import Coordinator
 from vericache.engine.detached import Detached
 from vericache.engine.grammar import Grammars
+from vericache.engine.losses import without_reload
 from vericache.engine.observe import step_stats
 from vericache.engine.ops import StepMetadata
 from vericache.engine.plan import Bounds, StepPlan
@@ -115,7 +116,10 @@ class VeriCacheScheduler(AsyncScheduler):
             for record in list(self.coordinator.records.values()):
                 self.coordinator.abandon(record, "cache_reset")
                 self._recompute(record)
-        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        emptied = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        if emptied:
+            self.coordinator.prestore.forget_cached()
+        return emptied
 
     # -- scheduling --------------------------------------------------------------------------------------
 
@@ -217,7 +221,9 @@ class VeriCacheScheduler(AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         plan = self._in_flight.popleft()
         report = report_of(model_runner_output.kv_connector_output)
-        for record in self.coordinator.failed_reloads(report):
+        records, reserved = self.coordinator.records, self.coordinator.reserved
+        # A verify row that ran on a reload that failed is dropped before anyone reads its output.
+        for record in without_reload(plan, report, records.values(), reserved):
             self.coordinator.abandon(record, "reload_failed")
             self._recompute(record)
         index, tokens = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids

@@ -96,7 +96,8 @@ def _setup(args: argparse.Namespace) -> Setup:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    return Shape(args.context, args.output_tokens, chance_of(args.acceptance, SHARE_DRAFTS), args.spread)
+    chance = chance_of(args.acceptance, SHARE_DRAFTS)
+    return Shape(args.context, args.output_tokens, chance, args.spread, args.common_tokens, args.sharers)
 
 
 def _loads(args: argparse.Namespace, shape: Shape) -> list[Load]:
@@ -123,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--context", type=int, default=32768, help="tokens of a prompt (default 32768)")
     load.add_argument("--output-tokens", type=int, default=512, help="tokens of an output (default 512)")
     load.add_argument("--spread", type=float, default=0.25, help="of both, and of wrong drafts (default 0.25)")
+    load.add_argument("--common-tokens", type=int, default=0, help="that prompts about one document begin with")
+    load.add_argument("--sharers", type=int, default=1, help="requests about one document, one after the other")
     load.add_argument(
         "--requests", type=int, nargs="+", default=[8, 32, 128], help="at a time, each replaced when it ends"
     )
@@ -151,7 +154,11 @@ def _parser() -> argparse.ArgumentParser:
     draft.add_argument(
         "--acceptance", type=float, default=SHARE, help=f"share of {SHARE_DRAFTS} drafts accepted (default {SHARE})"
     )
-    draft.add_argument("--ablations", action="store_true", help="also with a fixed draft length, and by bandit")
+    draft.add_argument(
+        "--ablations",
+        action="store_true",
+        help="also with a fixed draft length, by bandit, and each on a reload of its own",
+    )
     out = parser.add_argument_group("results")
     out.add_argument("--json", action="store_true", help="print the figures as JSON")
     out.add_argument("--csv", type=Path, metavar="FILE")

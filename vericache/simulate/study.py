@@ -48,14 +48,16 @@ class Study:
         return Outcome.of(outcomes)
 
     def _one(self, load: Load, seed: int, tick: Callable[[float], None]) -> "Outcome":
-        rng, new = random.Random(seed), names()
+        rng, new = random.Random(seed), count()
         closed = load.requests is not None
-        engine = Engine(self.setup, random.Random(seed + 1), (lambda _: self.shape.job(new(), rng)) if closed else None)
+        engine = Engine(
+            self.setup, random.Random(seed + 1), (lambda _: self.shape.job(next(new), rng)) if closed else None
+        )
         engine.trace = deque(maxlen=PICTURE)
         engine.add(load.jobs)
         if load.requests:
             # In the middle of their outputs, so that they do not all end together.
-            first = [self.shape.job(new(), rng) for _ in range(load.requests)]
+            first = [self.shape.job(next(new), rng) for _ in range(load.requests)]
             for job in first:
                 job.output = max(1, round(job.output * rng.random()))
             engine.add(first)
@@ -130,6 +132,7 @@ def variants(setup: Setup, ablations: bool) -> Iterator[tuple[str, Setup]]:
         yield "staggered, fixed length", replace(setup, mode="staggered", draft_policy="fixed")
         yield "auto, fixed length", replace(setup, mode="auto", draft_policy="fixed")
         yield "auto, bandit", replace(setup, mode="auto", draft_policy="bandit")
+        yield "staggered, own reloads", replace(setup, mode="staggered", shared=False)
 
 
 def with_arena(setup: Setup, shape: Shape) -> Setup:
@@ -151,9 +154,3 @@ def with_arena(setup: Setup, shape: Shape) -> Setup:
 
 def arrivals(shape: Shape, rate: float, seconds: float, seed: int) -> list[Job]:
     return list(poisson(shape, rate, seconds, random.Random(seed)))
-
-
-def names() -> Callable[[], str]:
-    """New names for the requests of a closed loop."""
-    numbers = count()
-    return lambda: f"r{next(numbers)}"
