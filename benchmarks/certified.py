@@ -6,14 +6,17 @@ real queries. Every part adds to one JSON file in docs/results/ and draws the ta
 * ``budget``: the error of attention from what is kept alone, sampled and top-k, at equal budget.
 * ``quality``: answers to generated retrieval questions (``benchmarks.certified_tasks``).
 
-Contexts, KVzip's scores and the queries of decoding steps are recorded once, into ``--records``.
+Contexts, KVzip's scores and the queries of decoding steps are recorded once, into ``--records``. Results are saved
+after every cell. Several processes with ``--out`` and ``--records`` of their own can share the work; ``--merge`` joins
+what they wrote.
 """
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from datetime import date
-from functools import cache
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from benchmarks.certified_quality import quality
 from benchmarks.certified_run import DELTA, EPSILONS, budget_errors, decisions
 from benchmarks.certified_tasks import KINDS
 from benchmarks.report import RESULTS, figure, machine, save, table
+from vericache.errors import ConfigError
 
 NAME = "certified"
 SKETCHES = (("perfect", 0.0), ("per_channel2", 0.0), ("per_channel2", 1.0), ("per_channel2", 2.0))
@@ -42,19 +46,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sketches", nargs="+", type=int, default=range(len(SKETCHES)), help="decisions: which")
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--contexts", type=int, default=1, help="quality: contexts of each kind")
-    parser.add_argument("--tokens", type=int, default=2048, help="quality: tokens of a context")
+    parser.add_argument("--questions", type=int, default=10, help="quality: at least so many of each kind and length")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048], help="quality: tokens of a context")
+    parser.add_argument("--device", default="cpu", help="torch's: cpu, cuda")
+    parser.add_argument("--batch", type=int, default=1, help="decisions: steps decided at a time; a GPU wants many")
+    parser.add_argument("--model", type=Path, help="folder of the model, instead of the bundled one")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FOLDER", help="join their results")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
+    if args.merge:
+        render(combined([json.loads((folder / f"{NAME}.json").read_text()) for folder in args.merge]), args.out)
+        return
     torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("highest")  # float32, not TF32
+    if args.device != "cpu":  # a default device costs some microseconds a call
+        torch.set_default_device(args.device)
     file = args.out / f"{NAME}.json"
     result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    result |= {"machine": machine(), "date": str(date.today()), "delta": DELTA}
-    model = cache(Model)
-    for part in args.parts:
-        PARTS[part](result, args, model)
+    result |= {"machine": _machine(args.device), "date": str(date.today()), "delta": DELTA}
+    model = cache(partial(Model, args.model))
+    with torch.no_grad():
+        for part in args.parts:
+            PARTS[part](result, args, model)
     render(result, args.out)
+
+
+def _machine(device: str) -> str:
+    return machine() if device == "cpu" else f"{torch.cuda.get_device_name(device)} beside {machine()}"
+
+
+def combined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several, the cells of all."""
+
+    def join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        both = one.keys() & other.keys()
+        inner = {k: join(one[k], other[k]) for k in both if isinstance(one[k], dict) and k != "methods"}
+        return {**one, **other, **inner}
+
+    merged = reduce(join, results)
+    return {**merged, "machine": "; ".join(sorted({r["machine"] for r in results}))}
 
 
 def _decisions(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
@@ -62,7 +93,7 @@ def _decisions(result: dict[str, Any], args: argparse.Namespace, model: Any) -> 
     rows = result.setdefault("decisions", {})
     for sketch, z in (SKETCHES[i] for i in args.sketches):
         for eps in args.epsilons:
-            row = decisions(prompts, 1 / args.compression, sketch, z, eps, args.steps, args.draws)
+            row = decisions(prompts, 1 / args.compression, sketch, z, eps, args.steps, args.draws, args.batch)
             key = f"{sketch} {z:g} {eps:g}"
             about = {"sketch": sketch, "z": z, "eps": eps, "compression": args.compression}
             about |= {"prompts": list(prompts), "layers": len(next(iter(prompts.values())).context.scores)}
@@ -73,18 +104,22 @@ def _decisions(result: dict[str, Any], args: argparse.Namespace, model: Any) -> 
 
 def _budget(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
     prompts = recorded(args.records, args.prompts, args.every, model)
-    result["budget"] = {
-        str(n): {"prompts": list(prompts), "every": args.every, "methods": budget_errors(prompts, 1 / n, args.steps, 2)}
-        for n in BUDGETS
-    }
+    for n in BUDGETS:
+        methods = budget_errors(prompts, 1 / n, args.steps, 2)
+        found = {"prompts": list(prompts), "every": args.every, "methods": methods}
+        result.setdefault("budget", {})[str(n)] = found
+        print(f"budget {n}x", methods, flush=True)
+        render(result, args.out)
 
 
 def _quality(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
-    for kind in args.kinds:
-        found = quality(model(), kind, args.tokens, args.contexts, 1 / args.compression, 0.05, 1.0)
-        result.setdefault("quality", {})[kind] = {"compression": args.compression, "eps": 0.05, **found}
-        print(kind, found, flush=True)
-        render(result, args.out)
+    for tokens in args.tokens:
+        for kind in args.kinds:
+            found = quality(model(), kind, tokens, args.questions, 1 / args.compression, 0.05, 1.0)
+            about = {"compression": args.compression, "eps": 0.05, "z": 1.0}
+            result.setdefault("quality", {}).setdefault(kind, {})[str(tokens)] = about | found
+            print(kind, tokens, found, flush=True)
+            render(result, args.out)
 
 
 PARTS = {"decisions": _decisions, "budget": _budget, "quality": _quality}
@@ -102,7 +137,16 @@ def render(result: dict[str, Any], out: Path) -> None:
     for title, part in (("Decisions", _decision_lines), ("Equal budget", _budget_lines), ("Quality", _quality_lines)):
         if found := result.get(title.split()[-1].lower()):
             lines += [f"## {title}", "", *part(found), ""]
-    if rows := list(result.get("decisions", {}).values()):
+    if picture(list(result.get("decisions", {}).values()), out):
+        lines += [f"![Share of the context that decisions fetch, over epsilon]({NAME}.png)", ""]
+    save(out, NAME, result, "\n".join(lines))
+
+
+def picture(rows: list[dict[str, Any]], out: Path) -> bool:
+    """Of decisions; whether there is one."""
+    try:
+        if not rows:
+            return False
         with figure(out / f"{NAME}.png", 9, 4) as (_, axes):
             for sketch, z in SKETCHES:
                 mine = sorted((r for r in rows if (r["sketch"], r["z"]) == (sketch, z)), key=lambda r: r["eps"])
@@ -111,20 +155,22 @@ def render(result: dict[str, Any], out: Path) -> None:
                     axes.plot([r["eps"] for r in mine], [100 * r["fetched"] for r in mine], marker="o", label=label)
             axes.set(xscale="log", xlabel="epsilon", ylabel="% of the context fetched", title="What decisions fetch")
             axes.legend()
-        lines += [f"![Share of the context that decisions fetch, over epsilon]({NAME}.png)", ""]
-    save(out, NAME, result, "\n".join(lines))
+    except ConfigError as error:  # the numbers are worth more than their picture
+        print(error, flush=True)
+        return False
+    return True
 
 
 def _decision_lines(rows: dict[str, Any]) -> list[str]:
     some = next(iter(rows.values()))
     header = (
-        "sketch", "z", "epsilon", "decisions", "failed", "worst layer", "fetching", "fetched",
+        "sketch", "z", "epsilon", "queries", "decisions", "failed", "worst layer", "fetching", "fetched",
         "of those that fetch", "all tokens", "output error",
     )  # fmt: skip
     ordered = sorted(rows.values(), key=lambda r: (r["sketch"] != "perfect", r["z"], r["eps"]))
     found = [
         [
-            r["sketch"], f"{r['z']:g}", f"{r['eps']:g}", f"{r['decisions']:,}",
+            r["sketch"], f"{r['z']:g}", f"{r['eps']:g}", f"{r['queries']:,}", f"{r['decisions']:,}",
             *(f"{100 * r[name]:.2f} %" for name in ("failed", "worst_layer")),
             *(f"{100 * r[name]:.1f} %" for name in ("fetching", "fetched", "fetched_when_fetching", "fallback")),
             f"{r['output']:.4f}",
@@ -133,7 +179,7 @@ def _decision_lines(rows: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     return [
         f"{some['compression']}x; prompts {', '.join(some['prompts'])}; {some['layers']} of 30 layers;",
-        f"{some['queries']:,} queries, {some['decisions'] // some['queries']} samples each.",
+        "queries are distinct: (step, layer, query head). Each is decided with several samples.",
         "Failed: a query's denominator is off by more than epsilon, of all queries and samples. Fetching, and all",
         "tokens (more than half was needed): of (step, layer, KV head). Fetched: share of the context per KV head, the",
         "union over its 3 queries. Output error: of the attention's output, mean.",
@@ -162,18 +208,34 @@ def _budget_lines(budgets: dict[str, Any]) -> list[str]:
     ]
 
 
+def _share(found: dict[str, float], dense: dict[str, float]) -> str:
+    right = f"{100 * found['right'] / dense['right']:.0f} %" if dense["right"] else "-"
+    return f"{right} / {100 * math.exp(found['logprob'] - dense['logprob']):.0f} %"
+
+
 def _quality_lines(kinds: dict[str, Any]) -> list[str]:
-    names = list(next(iter(kinds.values()))["methods"])
+    cells = [(kind, found) for kind, of in kinds.items() for _, found in sorted(of.items(), key=lambda c: int(c[0]))]
+    some = cells[0][1]
+    names = list(some["methods"])
+    shares = [f"{n}, share of dense" for n in names[1:]]
     rows = []
-    for kind, found in kinds.items():
-        cells = [f"{100 * found['methods'][n]['right']:.0f} % / {found['methods'][n]['logprob']:.2f}" for n in names]
-        rows.append([kind, found["tokens"], found["questions"], *cells, f"{100 * found['fetched']:.0f} %"])
-    some = next(iter(kinds.values()))
+    for kind, found in cells:
+        of = found["methods"]
+        shown = [f"{100 * of[n]['right']:.0f} % / {of[n]['logprob']:.2f}" for n in names]
+        relative = [_share(of[n], of[names[0]]) for n in names[1:]]
+        rows.append(
+            [
+                *(kind, found["tokens"], found["contexts"], found["questions"], *shown, *relative),
+                f"{100 * found['fetched']:.0f} %",
+            ]
+        )
     return [
         f"Whole answers that are right / log probability of the right answer's tokens, at {some['compression']}x,",
-        f"certified with epsilon {some['eps']:g}. The context is compressed before a question is known.",
+        f"certified with epsilon {some['eps']:g}, z = {some['z']:g}. The context is compressed, then asked about;",
+        "fetched: share of it per KV head and token. Share of dense: right answers over those of dense attention / the",
+        "probability of the right answer's tokens over theirs, geometric mean.",
         "",
-        *table(["task", "tokens", "questions", *names, "fetched"], rows),
+        *table(["task", "tokens", "contexts", "questions", *names, *shares, "fetched"], rows),
     ]
 
 

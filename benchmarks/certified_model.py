@@ -57,25 +57,38 @@ class WatchedRow(Row):
         return super().attend(layer, query, key, value, scale)
 
 
-class OwnRow(Row):
-    """Tokens whose attention is ``compute``'s, behind ``start`` others."""
+class Batched(Reference):
+    """``together`` computes the attention of all rows of a forward at once, where it is set."""
 
-    def __init__(self, ids: Sequence[int], start: int, compute: Attend) -> None:
-        super().__init__(ids, start, [])
-        self._compute = compute
+    together: Attend | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return self._compute(layer, query, key, value, scale)
+    def _attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if self.together is None:
+            return super()._attention(module, query, key, value, mask, scaling, **kwargs)
+        return self.together(module.layer_idx, query[0], key[0], value[0], scaling).transpose(0, 1)[None], None
+
+    def decoded(self, rows: Sequence[Row], attend: Attend) -> list[Tensor]:
+        """Logits ``[T, vocab]`` of each row, whose attention is ``attend``'s."""
+        self.together = attend
+        try:
+            return self.forward(rows)
+        finally:
+            self.together = None
 
 
 class Model:
-    """The bundled model in float32 with its tokenizer."""
+    """The bundled model, or that in ``folder``, in float32 with its tokenizer, on torch's default device."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         from transformers import AutoTokenizer
 
-        folder = model.prepare()
-        self.reference = Reference(folder)
+        folder = folder or model.prepare()
+        device = torch.get_default_device()
+        with torch.device("cpu"):
+            self.reference = Batched(folder)
+        self.reference.model.to(device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         config: Any = self.reference.model.config
         heads, queries = config.num_key_value_heads, config.num_attention_heads
@@ -137,8 +150,8 @@ def recorded(folder: Path, names: Sequence[str], every: int, loaded: Callable[[]
     for name in names:
         file = folder / f"{name}.pt"
         if not file.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)  # of one process: half a file would be read by another
             (tokens,) = load([name], loaded().tokenizer).values()
             torch.save(loaded().record(tokens, STEPS), file)
-        found[name] = thinned(torch.load(file, weights_only=False), every)
+        found[name] = thinned(torch.load(file, weights_only=False, map_location=torch.get_default_device()), every)
     return found

@@ -1,20 +1,22 @@
 """Answers to retrieval questions by dense attention, by a selection alone, and by certified attention."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
 import torch
 from torch import Tensor
 
-from benchmarks.certified_model import Attend, Context, Model, OwnRow
-from benchmarks.certified_run import DELTA, cache_of, kept_of
-from benchmarks.certified_tasks import make
+from benchmarks.certified_model import Attend, Context, Model
+from benchmarks.certified_run import DELTA, Repeated, cache_of, kept_of
+from benchmarks.certified_tasks import Task, make
 from tests.reference import Past, Row, visible_positions
 from vericache.certified.attention import Policy, Sampled, certified_attention, padded
 from vericache.certified.certificate import Target
 from vericache.certified.sketch import sketch_keys
+
+METHODS = ("dense", "top-k", "sample alone", "certified")
 
 
 @dataclass
@@ -23,40 +25,53 @@ class Answers:
 
     right: list[float] = field(default_factory=list)
     logprob: list[float] = field(default_factory=list)
-    fetched: list[float] = field(default_factory=list)
 
     def add(self, logits: Tensor, answer: Sequence[int]) -> None:
-        wanted = torch.tensor(answer)
+        wanted = torch.tensor(answer, device=logits.device)
         self.right.append(float((logits.argmax(-1) == wanted).all()))
-        self.logprob.append(logits.log_softmax(-1)[torch.arange(len(answer)), wanted].mean().item())
+        self.logprob.append(logits.log_softmax(-1).gather(1, wanted[:, None]).mean().item())
 
 
 def quality(
-    model: Model, kind: str, tokens: int, contexts: int, ratio: float, eps: float, z: float
+    model: Model, kind: str, tokens: int, questions: int, ratio: float, eps: float, z: float
 ) -> dict[str, object]:
-    """Of one kind of task, over ``contexts`` contexts of about ``tokens`` tokens. The question's last token and the
-    answer are decoded by the method, token by token; what precedes them is prefilled on full KV."""
+    """Of one kind of task, over contexts of about ``tokens`` tokens, until ``questions`` are asked. The question's last
+    token and the answer are decoded by the method, as many positions at a time as a context has questions; what
+    precedes them is prefilled on full KV."""
     found: dict[str, Answers] = defaultdict(Answers)
-    lengths = []
-    for seed in range(contexts):
-        task = make(kind, int(tokens * 3.2), seed)
-        context = model.context(model.encode(task.context)[:tokens])
-        lengths.append(len(context.tokens))
-        methods = Methods(context, ratio, Policy(Target(eps, DELTA), z=z), seed)
-        for question, answer in task.questions:
-            ask, told = model.encode(question), model.encode(answer)
-            asked = Row(ask[:-1], context.past.length, [context.past])
-            model.reference.forward([asked])
-            own = Past(asked.keys, asked.values)
-            for name, row in methods.rows([ask[-1], *told[:-1]], own):
-                found[name].add(model.reference.forward([row])[0], told)
-            found["certified"].fetched.append(methods.fetched_share())
+    lengths, shares = list[int](), list[float]()
+    while len(found["dense"].right) < questions:
+        task, ids = sized(model, kind, tokens, seed=len(lengths))
+        context = model.context(ids)
+        methods = Methods(context, ratio, Policy(Target(eps, DELTA), z=z), len(lengths))
+        lengths.append(len(ids))
+        asked = [(model.encode(question), model.encode(answer)) for question, answer in task.questions]
+        prefill = [Row(ask[:-1], len(ids), [context.past]) for ask, _ in asked]
+        model.reference.forward(prefill)
+        owns = [Past(row.keys, row.values) for row in prefill]
+        inputs = [[ask[-1], *told[:-1]] for ask, told in asked]
+        for name in METHODS:
+            for logits, (_, told) in zip(methods.logits(model, name, inputs, owns), asked, strict=True):
+                found[name].add(logits, told)
+        shares.append(methods.fetched_share())
     return {
         "tokens": round(mean(lengths)),
+        "contexts": len(lengths),
         "questions": len(found["dense"].right),
         "methods": {n: {"right": mean(a.right), "logprob": mean(a.logprob)} for n, a in found.items()},
-        "fetched": mean(found["certified"].fetched),
+        "fetched": mean(shares),
     }
+
+
+def sized(model: Model, kind: str, tokens: int, seed: int) -> tuple[Task, list[int]]:
+    """A task whose context has nearly so many tokens, never more: a cut would take facts away."""
+    characters = 3 * tokens
+    for _ in range(4):
+        ids = model.encode(make(kind, characters, seed).context)
+        characters = int(characters * 0.98 * tokens / len(ids))
+    while len(ids := model.encode((task := make(kind, characters, seed)).context)) > tokens:
+        characters = int(characters * 0.98)
+    return task, ids
 
 
 class Methods:
@@ -74,35 +89,61 @@ class Methods:
             at = places.clamp(max=n - 1)[..., None].expand(-1, -1, keys.shape[-1])
             r = kept.inclusion[layer].double()
             self._layers.append(Sampled(sketch_keys(keys), r, places, keys.gather(1, at), values.gather(1, at)))
-        self._shares: list[float] = []
+        self._shares: list[Tensor] = []
 
     def fetched_share(self) -> float:
         """Of the context, mean over the decisions since the last call."""
-        share, self._shares = mean(self._shares), []
+        share, self._shares = torch.stack(self._shares).mean().item(), []
         return share
 
-    def rows(self, ids: Sequence[int], own: Past) -> Iterator[tuple[str, Row]]:
+    def logits(self, model: Model, name: str, inputs: Sequence[Sequence[int]], owns: Sequence[Past]) -> list[Tensor]:
+        """``[T, vocab]`` of each row of ``inputs``, which follow the context and ``owns``."""
         past = self._context.past
-        start = past.length + own.length
-        yield "dense", Row(ids, start, [past, own])
-        yield "top-k", Row(ids, start, [self._top, own])
-        yield "sample alone", OwnRow(ids, start, self._compute(own, fetching=False))
-        yield "certified", OwnRow(ids, start, self._compute(own, fetching=True))
+        if name in ("dense", "top-k"):
+            read = past if name == "dense" else self._top
+            rows = [Row(ids, past.length + own.length, [read, own]) for ids, own in zip(inputs, owns, strict=True)]
+            return model.reference.forward(rows)
+        rows = [Row(ids, past.length + own.length, []) for ids, own in zip(inputs, owns, strict=True)]
+        return model.reference.decoded(rows, self.attend(owns, [len(i) for i in inputs], name == "certified"))
 
-    def _compute(self, own: Past, fetching: bool) -> Attend:
+    def attend(self, owns: Sequence[Past], lengths: Sequence[int], fetching: bool) -> Attend:
+        """Attention of rows of ``lengths`` tokens behind the context and ``owns``, of all positions at once."""
+        past = self._context.past
+
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            heads, rows = key.shape[:2]
-            keys, values = torch.cat([own.keys[layer], key], 1), torch.cat([own.values[layer], value], 1)
-            past = self._context.past
+            heads, positions, _ = key.shape
+            tail, seen = _tails(layer, owns, lengths, key, value)
+            asked = query.transpose(0, 1).unflatten(1, (heads, -1)).flatten(0, 1)  # [T * H, G, D]
             fetch = cache_of(past.keys[layer], past.values[layer]) if fetching else None
-            out = torch.empty_like(query)
-            for i in range(rows):
-                tail = (keys[:, : own.length + i + 1], values[:, : own.length + i + 1])
-                asked = query[:, i].unflatten(0, (heads, -1))
-                outcome = certified_attention(asked, self._layers[layer], tail, scale, self._policy, fetch)
-                out[:, i] = outcome.output.flatten(0, 1)
-                if fetching:
-                    self._shares.append(outcome.fetched.double().mean().item() / past.length)
-            return out
+            part = _repeated(self._layers[layer], positions)
+            outcome = certified_attention(asked, part, tail, scale, self._policy, fetch, seen)
+            if fetching:
+                self._shares.append(outcome.fetched.double().mean() / past.length)
+            return outcome.output.unflatten(0, (positions, heads)).flatten(1, 2).transpose(0, 1)
 
         return attend
+
+
+def _tails(
+    layer: int, owns: Sequence[Past], lengths: Sequence[int], key: Tensor, value: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Keys and values ``[T * H, t, D]`` behind the context of all positions, and how many of them each sees."""
+    most = max(own.length + length for own, length in zip(owns, lengths, strict=True))
+    sides = []
+    for stored, new in (([o.keys[layer] for o in owns], key), ([o.values[layer] for o in owns], value)):
+        both = [torch.cat(pair, 1) for pair in zip(stored, new.split(list(lengths), 1), strict=True)]
+        wide = [torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[1])) for x in both]
+        sides.append(torch.cat([x.repeat(length, 1, 1) for x, length in zip(wide, lengths, strict=True)]))
+    counts = [own.length + i + 1 for own, length in zip(owns, lengths, strict=True) for i in range(length)]
+    return (sides[0], sides[1]), torch.tensor(counts, device=key.device).repeat_interleave(len(key))
+
+
+def _repeated(part: Sampled, times: int) -> Sampled:
+    """The same sample for the heads of so many positions."""
+    return Sampled(
+        Repeated.of(part.sketch, times),
+        part.inclusion.repeat(times, 1),
+        part.positions.repeat(times, 1),
+        part.keys.repeat(times, 1, 1),
+        part.values.repeat(times, 1, 1),
+    )

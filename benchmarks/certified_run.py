@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import mean
 from typing import Any
 
@@ -14,7 +14,7 @@ from compressors import Kept
 from compressors.budget import allocate, forced_mask
 from compressors.poisson import sample
 from compressors.select import top_positions
-from vericache.certified.attention import Fetch, Outcome, Policy, Sampled, certified_attention, padded
+from vericache.certified.attention import HIDDEN, Fetch, Outcome, Policy, Sampled, certified_attention, padded
 from vericache.certified.certificate import Target, Weights
 from vericache.certified.estimator import estimate, shrinkage
 from vericache.certified.sketch import KeySketch, sketch_keys
@@ -36,6 +36,26 @@ class Exact(KeySketch):
         return found, torch.zeros_like(found)
 
 
+@dataclass(frozen=True)
+class Repeated(KeySketch):
+    """One sketch for the queries of ``times`` positions, whose heads follow one another: ``[times * H, G, D]``."""
+
+    inner: KeySketch
+    times: int
+    codes: Tensor
+    tokens: int
+
+    @classmethod
+    def of(cls, inner: KeySketch, times: int) -> "Repeated":
+        return cls(inner, times, inner.codes, inner.tokens)
+
+    def logits(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        positions = queries.unflatten(0, (self.times, -1))  # [S, H, G, D]
+        found = self.inner.logits(positions.transpose(0, 1).flatten(1, 2), scale)
+        split = (x.unflatten(1, (self.times, -1)).transpose(0, 1).flatten(0, 1) for x in found)
+        return next(split), next(split)
+
+
 def sketched(keys: Tensor, name: str) -> KeySketch:
     return Exact(keys, keys.shape[1]) if name == "perfect" else sketch_keys(keys, name)
 
@@ -43,7 +63,7 @@ def sketched(keys: Tensor, name: str) -> KeySketch:
 def kept_of(scores: Tensor, ratio: float, selector: str, seed: int = 0) -> Kept:
     """The same number of tokens in every head, as in the paper; at random, their expected number."""
     n = scores.shape[-1]
-    forced = forced_mask(n, SINKS, RECENT)
+    forced = forced_mask(n, SINKS, RECENT).to(scores.device)
     scores = scores.masked_fill(forced, float("inf"))
     counts = allocate(scores, round(n * ratio), "uniform", SINKS + RECENT, 1, 20.0)
     if selector == "top":
@@ -65,29 +85,47 @@ def sampled(kept: Kept, keys: Tensor, values: Tensor, sketch: KeySketch) -> Samp
 
 
 def cache_of(keys: Tensor, values: Tensor) -> Fetch:
-    """The full cache ``[R, n, D]``, to fetch from."""
-    return lambda head, at: (keys[head, at], values[head, at])
+    """The full cache ``[R, n, D]``, to fetch from; heads of several positions follow one another."""
+    return lambda head, at: (keys[head % len(keys), at], values[head % len(keys), at])
 
 
-def steps(prompt: Recorded, count: int) -> Iterator[tuple[int, Tensor, tuple[Tensor, Tensor]]]:
-    """Number, queries ``[L * H, G, D]`` and tail of ``count`` steps, the first, the last and between."""
+@dataclass(frozen=True)
+class Step:
+    """Queries ``[S * R, G, D]`` of one or several steps of R heads, the tokens behind the context, and how many of them
+    each head sees, int64 ``[S * R]``."""
+
+    numbers: list[int]
+    query: Tensor
+    tail: tuple[Tensor, Tensor]
+    seen: Tensor
+
+
+def steps(prompt: Recorded, count: int, batch: int = 1) -> Iterator[Step]:
+    """``count`` steps, the first, the last and between, at most ``batch`` at a time."""
     total = len(prompt.queries)
-    for i in range(count):
-        step = i * (total - 1) // max(1, count - 1)
-        tail = (prompt.keys[:, :, : step + 1].flatten(0, 1), prompt.values[:, :, : step + 1].flatten(0, 1))
-        yield step, prompt.queries[step].flatten(0, 1), tail
+    chosen = [i * (total - 1) // max(1, count - 1) for i in range(count)]
+    for first in range(0, count, batch):
+        numbers = chosen[first : first + batch]
+        longest = max(numbers) + 1
+        keys, values = (
+            x[:, :, :longest].flatten(0, 1).repeat(len(numbers), 1, 1) for x in (prompt.keys, prompt.values)
+        )
+        seen = torch.tensor(numbers, device=keys.device) + 1
+        heads = len(keys) // len(numbers)
+        yield Step(numbers, prompt.queries[numbers].flatten(0, 2), (keys, values), seen.repeat_interleave(heads))
 
 
 class Tally:
     """Decisions of one kind."""
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
+        self._layers, self._queries = layers, 0
         self._failed: list[Tensor] = []
         self._lists: dict[str, list[float]] = defaultdict(list)
 
     def add(self, outcome: Outcome, failed: Tensor, exact: "Dense", context: int) -> None:
         """One step: its decision, and bool ``[draws, R, G]``."""
+        self._queries += failed[0].numel()
         self._failed.append(failed.view(len(failed), self._layers, -1).double())
         fetched = outcome.fetched.double() / context
         for name, values in (
@@ -103,7 +141,7 @@ class Tally:
         failed = torch.cat(self._failed)  # [draws of all steps, L, H * G]
         fetching, fetched = mean(self._lists["fetching"]), mean(self._lists["fetched"])
         return {
-            "queries": failed[0].numel() * len(self._failed),
+            "queries": self._queries,
             "decisions": failed.numel(),
             "failed": failed.mean().item(),
             "worst_layer": failed.mean((0, 2)).max().item(),
@@ -123,34 +161,89 @@ class Dense:
     log_total: Tensor
 
     @classmethod
-    def of(cls, query: Tensor, keys: Tensor, values: Tensor, tail: tuple[Tensor, Tensor]) -> "Dense":
-        logits = query.float() @ torch.cat([keys, tail[0]], 1).mT * query.shape[-1] ** -0.5
-        return cls(logits, logits.softmax(-1) @ torch.cat([values, tail[1]], 1), logits.double().logsumexp(-1))
+    def of(cls, step: Step, keys: Tensor, values: Tensor) -> "Dense":
+        """``keys`` and ``values [R, n, D]`` of the context."""
+        logits, times, behind = logits_of(step, keys), len(step.numbers), step.tail[0].shape[1]
+        here, own = logits.softmax(-1).split([keys.shape[1], behind], -1)
+        # The positions of a batch share the context's values.
+        mixed = torch.einsum("shgn,hnd->shgd", here.unflatten(0, (times, -1)), values).flatten(0, 1)
+        return cls(logits, mixed + own @ step.tail[1], logits.double().logsumexp(-1))
+
+    def part(self, rows: slice) -> "Dense":
+        return Dense(self.logits[rows], self.output[rows], self.log_total[rows])
 
     def error(self, output: Tensor) -> Tensor:
         return (output - self.output).norm(dim=-1) / self.output.norm(dim=-1)
 
 
+def logits_of(step: Step, keys: Tensor) -> Tensor:
+    """Exact ones, float32 ``[S * R, G, n + t]``, ``HIDDEN`` where a query does not see a token."""
+    scale, times, behind = step.query.shape[-1] ** -0.5, len(step.numbers), step.tail[0].shape[1]
+    positions = step.query.float().unflatten(0, (times, -1))
+    here = torch.einsum("shgd,hnd->shgn", positions, keys).flatten(0, 1)
+    later = torch.arange(behind, device=keys.device) >= step.seen[:, None]
+    own = (step.query.float() @ step.tail[0].mT * scale).masked_fill(later[:, None], HIDDEN)
+    return torch.cat([here * scale, own], -1)
+
+
+def together(parts: list[Sampled], sketch: KeySketch) -> Sampled:
+    """Samples of several positions as one."""
+    most = max(p.positions.shape[1] for p in parts)
+    tokens = parts[0].inclusion.shape[1]
+
+    def wide(held: Tensor) -> Tensor:
+        return torch.nn.functional.pad(held, (0, 0, 0, most - held.shape[1]))
+
+    return Sampled(
+        Repeated.of(sketch, len(parts)) if len(parts) > 1 else sketch,
+        torch.cat([p.inclusion for p in parts]),
+        torch.cat(
+            [torch.nn.functional.pad(p.positions, (0, most - p.positions.shape[1]), value=tokens) for p in parts]
+        ),
+        torch.cat([wide(p.keys) for p in parts]),
+        torch.cat([wide(p.values) for p in parts]),
+    )
+
+
 def decisions(
-    prompts: Mapping[str, Recorded], ratio: float, sketch: str, z: float, eps: float, count: int, draws: int
+    prompts: Mapping[str, Recorded],
+    ratio: float,
+    sketch: str,
+    z: float,
+    eps: float,
+    count: int,
+    draws: int,
+    batch: int = 1,
 ) -> dict[str, float]:
     """``count`` steps of each prompt, each estimated from ``draws`` independent samples: what becomes certain does not
-    depend on the sample, so it is found once."""
+    depend on the sample, so it is found once. ``batch`` steps are decided at a time."""
     policy = Policy(Target(eps, DELTA), z=z)
     tally: Tally | None = None
     for prompt in prompts.values():
         keys, values = flat(prompt.context)
-        layers, _, n = prompt.context.shape
+        layers, heads, n = prompt.context.shape
         held, scale = sketched(keys, sketch), keys.shape[-1] ** -0.5
         tally = tally or Tally(layers)
-        for step, query, tail in steps(prompt, count):
-            exact = Dense.of(query, keys, values, tail)
-            part = sampled(kept_of(prompt.context.scores, ratio, "poisson", seed=step), keys, values, held)
-            outcome = certified_attention(query, part, tail, scale, policy, cache_of(keys, values))
-            totals = estimates(outcome, part, exact, query, scale, z, draws, seed=step)
-            tally.add(outcome, (totals - exact.log_total).expm1().abs() > eps, exact, n)
+        for step in steps(prompt, count, batch):
+            exact = Dense.of(step, keys, values)
+            parts = [
+                sampled(kept_of(prompt.context.scores, ratio, "poisson", seed=i), keys, values, held)
+                for i in step.numbers
+            ]
+            part = together(parts, held)
+            fetch = cache_of(keys, values)
+            outcome = certified_attention(step.query, part, step.tail, scale, policy, fetch, step.seen)
+            totals = estimates(outcome, part, exact, step.query, scale, z, draws, seed=step.numbers[0])
+            failed = (totals - exact.log_total).expm1().abs() > eps
+            for first in range(0, len(step.query), layers * heads):
+                rows = slice(first, first + layers * heads)
+                tally.add(_rows(outcome, rows), failed[:, rows], exact.part(rows), n)
     assert tally is not None
     return tally.row()
+
+
+def _rows(outcome: Outcome, rows: slice) -> Outcome:
+    return Outcome(**{f.name: getattr(outcome, f.name)[rows] for f in fields(outcome)})
 
 
 def estimates(
@@ -163,9 +256,9 @@ def estimates(
     rough, sigma = (torch.nn.functional.pad(x, (0, behind)) for x in part.sketch.logits(query, scale))
     weights = Weights.of(torch.where(r[:, None] < 1, rough, exact.logits), r[:, None], sigma, z)
     shares = shrinkage(weights.upper, r[:, None]).multipliers / r[:, None] * weights.exact(exact.logits)
-    rng, found = torch.Generator().manual_seed(seed), [outcome.log_total]
+    rng, found = torch.Generator(r.device).manual_seed(seed), [outcome.log_total]
     for _ in range(draws - 1):
-        drawn = torch.rand(r.shape, generator=rng) < r
+        drawn = torch.rand(r.shape, generator=rng, device=r.device) < r
         found.append((shares * drawn[:, None]).sum(-1).log() + weights.shift[..., 0])
     return torch.stack(found)
 
@@ -177,12 +270,13 @@ def budget_errors(prompts: Mapping[str, Recorded], ratio: float, count: int, dra
         keys, values = flat(prompt.context)
         held = sketched(keys, "per_channel2")
         top = kept_of(prompt.context.scores, ratio, "top")
-        for step, query, tail in steps(prompt, count):
-            exact = Dense.of(query, keys, values, tail)
-            attend = _Alone(query, keys, values, tail)
+        for step in steps(prompt, count):
+            (number,), query, tail = step.numbers, step.query, step.tail
+            exact = Dense.of(step, keys, values)
+            attend = _Alone(step, keys, values)
             errors["top-k"].append(exact.error(attend.plain(top)))
             for draw in range(draws):
-                kept = kept_of(prompt.context.scores, ratio, "poisson", seed=step + 1000 * draw)
+                kept = kept_of(prompt.context.scores, ratio, "poisson", seed=number + 1000 * draw)
                 errors["sample, unweighted"].append(exact.error(attend.plain(kept)))
                 errors["sample, 1 / r"].append(exact.error(attend.weighted(kept, shrink=False)))
                 errors["sample, shrinkage, true weights"].append(exact.error(attend.weighted(kept, shrink=True)))
@@ -193,22 +287,24 @@ def budget_errors(prompts: Mapping[str, Recorded], ratio: float, count: int, dra
 
 
 def _summary(errors: Tensor) -> dict[str, float]:
-    median, high = errors.double().quantile(torch.tensor([0.5, 0.95], dtype=torch.float64)).tolist()
+    median, high = (
+        errors.double().quantile(torch.tensor([0.5, 0.95], dtype=torch.float64, device=errors.device)).tolist()
+    )
     return {"queries": errors.numel(), "mean": errors.mean().item(), "median": median, "p95": high}
 
 
 class _Alone:
     """Attention of one step from a selection alone, with all keys at hand to measure it."""
 
-    def __init__(self, query: Tensor, keys: Tensor, values: Tensor, tail: tuple[Tensor, Tensor]) -> None:
-        self._logits = query.float() @ torch.cat([keys, tail[0]], 1).mT * query.shape[-1] ** -0.5
-        self._values, self._context = torch.cat([values, tail[1]], 1), keys.shape[1]
+    def __init__(self, step: Step, keys: Tensor, values: Tensor) -> None:
+        self._logits, self._context = logits_of(step, keys), keys.shape[1]
+        self._values = torch.cat([values, step.tail[1]], 1)
 
     def _resident(self, kept: Kept) -> Tensor:
         """bool ``[R, n + t]``."""
         n, all_tokens = self._context, self._values.shape[1]
         places = padded(kept.counts.flatten(), kept.positions, n)
-        found = torch.zeros(len(places), n + 1, dtype=torch.bool).scatter_(1, places, True)[:, :n]
+        found = places.new_zeros(len(places), n + 1, dtype=torch.bool).scatter_(1, places, True)[:, :n]
         return torch.nn.functional.pad(found, (0, all_tokens - n), value=True)
 
     def plain(self, kept: Kept) -> Tensor:

@@ -39,11 +39,11 @@ def allocate(scores: Tensor, budget: int, mode: str, forced: int, more: int = 0,
     layers, heads, n = scores.shape
     least = forced + more
     if mode == "uniform":
-        return torch.full((layers, heads), budget, dtype=torch.int64)
+        return torch.full((layers, heads), budget, dtype=torch.int64, device=scores.device)
     if mode == "within_layer":
         return _compete(scores, heads * budget, forced, max(least, math.floor(SAFEGUARD * budget)))
     if mode == "pyramid":
-        wanted = torch.tensor(pyramid(layers, budget, n, beta), dtype=torch.float64)
+        wanted = torch.tensor(pyramid(layers, budget, n, beta), dtype=torch.float64, device=scores.device)
     else:
         counts = _compete(scores.view(1, layers * heads, n), layers * heads * budget, forced, least)
         counts = counts.view(layers, heads)
@@ -73,7 +73,7 @@ def _compete(scores: Tensor, total: int, forced: int, least: int) -> Tensor:
         best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :least]
         scores = scores.scatter(-1, best, float("inf"))
     order = torch.sort(scores.flatten(1), dim=-1, descending=True, stable=True).indices[:, :total]
-    place = order // n + torch.arange(rows)[:, None] * heads
+    place = order // n + torch.arange(rows, device=scores.device)[:, None] * heads
     return torch.bincount(place.flatten(), minlength=rows * heads).view(rows, heads)
 
 

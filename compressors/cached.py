@@ -68,13 +68,13 @@ class CachedTokens:
         keys = torch.cat([self.keys(seen), key.transpose(0, 1)], 1).float()  # [H, J, D]
         rows, heads = len(query), len(keys)
         q = query.float().view(rows, heads, -1, query.shape[-1])  # [T, H, G, D]
-        hidden = torch.full((rows, rows), float("-inf")).triu(1)[:, None]  # own keys behind a query
-        out = torch.zeros(heads, asked.answers(rows))
+        hidden = torch.full((rows, rows), float("-inf"), device=query.device).triu(1)  # own keys behind a query
+        out = torch.zeros(heads, asked.answers(rows), device=query.device)
         step = max(1, LOGITS // (q.shape[2] * keys.shape[1]))
         for head in range(heads):
             for part in range(0, rows, step):
                 logits = q[part : part + step, head] @ keys[head].T * scale  # [t, G, J]
-                logits[..., -rows:] += hidden[part : part + step]
+                logits[..., -rows:] += hidden[part : part + step, None]
                 weights = logits.softmax(-1)[..., asked.sinks : asked.sinks + out.shape[1]]
                 if asked.reduce == "mean":
                     out[head] += weights.sum((0, 1))

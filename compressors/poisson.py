@@ -51,7 +51,7 @@ def sample(scores: Tensor, counts: Tensor, forced: Tensor, design: str, power: f
     chances, keys = torch.empty_like(scores), torch.empty_like(scores)
     for layer, heads in enumerate(scores):
         r = inclusion(heads, sizes[layer], forced, power, floor)
-        u = uniforms(seed, layer, *heads.shape)
+        u = uniforms(seed, layer, heads.shape[0], heads.shape[1], scores.device)
         key = u / r if design == "poisson" else u.logit() - r.logit()
         chances[layer], keys[layer] = r, key.masked_fill(r == 1, float("-inf"))
     if design == "poisson":
@@ -91,19 +91,19 @@ def inclusion(scores: Tensor, sizes: Tensor, forced: Tensor, power: float, floor
     size = (sizes - forced.sum())[:, None]
     ranked = weight.sort(-1, descending=True).values
     tails = ranked.flip(-1).cumsum(-1).flip(-1)
-    factor = (size - torch.arange(ranked.shape[-1])) / tails
+    factor = (size - torch.arange(ranked.shape[-1], device=scores.device)) / tails
     certain = (factor * ranked > 1).sum(-1, keepdim=True).clamp(max=ranked.shape[-1] - 1)
     r = (factor.gather(-1, certain) * weight).clamp(max=1)
-    out = torch.ones(scores.shape, dtype=torch.float64)
+    out = torch.ones_like(scores, dtype=torch.float64)
     out[:, ~forced] = torch.where((r > _CERTAIN) | (size >= ranked.shape[-1]), 1.0, r)
     return out
 
 
-def uniforms(seed: int, layer: int, heads: int, tokens: int) -> Tensor:
+def uniforms(seed: int, layer: int, heads: int, tokens: int, device: torch.device | str | None = None) -> Tensor:
     """float64 ``[heads, tokens]`` in (0, 1): the first word of Philox 2x32-10 (Salmon et al., 2011), keyed by ``seed``,
     at counter (position, layer and head)."""
-    low = torch.arange(tokens).expand(heads, tokens)
-    high = ((layer << 16) + torch.arange(heads))[:, None].expand(heads, tokens)
+    low = torch.arange(tokens, device=device).expand(heads, tokens)
+    high = ((layer << 16) + torch.arange(heads, device=device))[:, None].expand(heads, tokens)
     return (philox(low, high, seed)[0].double() + 0.5) / 2**32
 
 

@@ -51,5 +51,5 @@ def top_positions(scores: Tensor, counts: Tensor) -> Tensor:
     n = scores.shape[-1]
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     keep = torch.zeros_like(scores, dtype=torch.bool)
-    keep.scatter_(-1, order, torch.arange(n).expand_as(order) < counts[..., None])
+    keep.scatter_(-1, order, torch.arange(n, device=scores.device).expand_as(order) < counts[..., None])
     return keep.nonzero()[:, 2]

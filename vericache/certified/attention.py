@@ -11,6 +11,7 @@ from vericache.certified.estimator import estimate, shrinkage
 from vericache.certified.fetch import plan_fetch, united
 from vericache.certified.sketch import KeySketch
 
+HIDDEN = -1e30  # logit of what a query does not see: finite, and its weight is 0
 ROUNDS = 8  # of fetching; what still misses its target then gets every token
 
 # KV head, positions int64 [k] of the context -> keys and values [k, D] of the full cache
@@ -45,8 +46,8 @@ class Sampled:
 def padded(counts: Tensor, kept: Tensor, tokens: int) -> Tensor:
     """``Sampled.positions`` of heads that keep ``counts`` int64 ``[H]`` tokens, ``kept`` int64 ``[counts.sum()]`` by
     head, of a context of ``tokens``."""
-    places = torch.full((len(counts), max(1, int(counts.max()))), tokens)
-    places[torch.arange(places.shape[1]) < counts[:, None]] = kept
+    places = torch.full((len(counts), max(1, int(counts.max()))), tokens, device=kept.device)
+    places[torch.arange(places.shape[1], device=kept.device) < counts[:, None]] = kept
     return places
 
 
@@ -66,7 +67,13 @@ class Outcome:
 
 
 def certified_attention(
-    query: Tensor, sampled: Sampled, tail: tuple[Tensor, Tensor], scale: float, policy: Policy, fetch: Fetch | None
+    query: Tensor,
+    sampled: Sampled,
+    tail: tuple[Tensor, Tensor],
+    scale: float,
+    policy: Policy,
+    fetch: Fetch | None,
+    seen: Tensor | None = None,
 ) -> Outcome:
     """Softmax attention over a sampled context and the exact tokens behind it, with ``|D^ - D| <= eps D`` for each
     query with probability 1 - delta (VerKV, Eq. 5 and 7, KVFetch).
@@ -78,9 +85,11 @@ def certified_attention(
         query: ``[H, G, D]``, the G queries of each KV head, behind RoPE.
         tail: keys and values ``[H, t, D]`` of the tokens behind the context, t at least 1.
         fetch: the full cache; None estimates from the sample alone, whatever the certificate says.
+        seen: int64 ``[H]``, how many tokens of the tail each head sees, so that positions with tails of different
+            lengths can be heads of one call; all unless given.
     """
-    known = _Known(query.float(), sampled, tail, scale)
-    fallback = torch.zeros(len(query), dtype=torch.bool)
+    known = _Known(query.float(), sampled, tail, scale, seen)
+    fallback = torch.zeros(len(query), dtype=torch.bool, device=query.device)
     weights, error = known.certificate(policy)
     if fetch is not None:
         for _ in range(ROUNDS):
@@ -96,7 +105,7 @@ def certified_attention(
         late = known.late(error, policy)
         if len(late):
             fallback[late] = True
-            known.complete(late, torch.ones(len(late), known.inclusion.shape[1], dtype=torch.bool), fetch)
+            known.complete(late, torch.ones_like(known.inclusion[late], dtype=torch.bool), fetch)
             weights, error = known.certificate(policy)
     total, mixed = known.estimate(weights)
     output = (mixed / total[..., None]).float()
@@ -106,7 +115,9 @@ def certified_attention(
 class _Known:
     """What is known of one position's attention so far: of the n tokens of the context, then of the t behind it."""
 
-    def __init__(self, query: Tensor, sampled: Sampled, tail: tuple[Tensor, Tensor], scale: float) -> None:
+    def __init__(
+        self, query: Tensor, sampled: Sampled, tail: tuple[Tensor, Tensor], scale: float, seen: Tensor | None
+    ) -> None:
         self._query, self._scale = query, scale
         heads, group, dim = query.shape
         self._context, behind = sampled.inclusion.shape[1], tail[0].shape[1]
@@ -115,16 +126,20 @@ class _Known:
         self._estimated = torch.nn.functional.pad(estimated, (0, behind))
         self._sigma = torch.nn.functional.pad(sigma, (0, behind))
         self.inclusion = torch.nn.functional.pad(sampled.inclusion.double(), (0, behind), value=1.0)
-        self.fetched = torch.zeros(heads, dtype=torch.int64)
+        self.fetched = torch.zeros(heads, dtype=torch.int64, device=query.device)
         # One place more than there are tokens takes the padding of heads with fewer resident ones.
         places = sampled.positions[:, None].expand(-1, group, -1)
-        exact = torch.zeros(heads, group, n + 1).scatter_(-1, places, self._logits(query, sampled.keys))
-        self._exact = torch.cat([exact[..., :n], self._logits(query, tail[0])], -1)
+        exact = query.new_zeros(heads, group, n + 1).scatter_(-1, places, self._logits(query, sampled.keys))
+        own = self._logits(query, tail[0])
+        if seen is not None:
+            later = torch.arange(behind, device=query.device) >= seen[:, None]
+            own = own.masked_fill(later[:, None], HIDDEN)
+        self._exact = torch.cat([exact[..., :n], own], -1)
         spread = sampled.positions[..., None].expand(-1, -1, dim)
-        values = torch.zeros(heads, n + 1, dim).scatter_(1, spread, sampled.values.float())
+        values = query.new_zeros(heads, n + 1, dim).scatter_(1, spread, sampled.values.float())
         self._values = torch.cat([values[:, :n], tail[1].float()], 1)
-        resident = torch.zeros(heads, n + 1, dtype=torch.bool).scatter_(1, sampled.positions, True)
-        self._at_hand = torch.cat([resident[:, :n], torch.ones(heads, behind, dtype=torch.bool)], 1)
+        resident = places.new_zeros(heads, n + 1, dtype=torch.bool).scatter_(1, sampled.positions, True)
+        self._at_hand = torch.nn.functional.pad(resident[:, :n], (0, behind), value=True)
 
     def _logits(self, query: Tensor, keys: Tensor) -> Tensor:
         return query @ keys.float().mT * self._scale
@@ -142,15 +157,19 @@ class _Known:
 
     def complete(self, heads: Tensor, chosen: Tensor, fetch: Fetch) -> None:
         """The tokens ``chosen`` bool ``[len(heads), n + t]`` become certain; those that are absent are fetched."""
-        for head, mine in zip(heads.tolist(), chosen, strict=True):
-            absent = (mine & ~self._at_hand[head]).nonzero()[:, 0]
-            if len(absent):
-                keys, values = fetch(head, absent)
-                self._exact[head, :, absent] = self._logits(self._query[head], keys)
-                self._values[head, absent] = values.float()
-                self._at_hand[head, absent] = True
-                self.fetched[head] += len(absent)
-            self.inclusion[head].masked_fill_(mine, 1.0)
+        absent = chosen & ~self._at_hand[heads]
+        counts = absent.sum(-1)
+        late, (rows, at) = heads.tolist(), absent.nonzero().unbind(-1)
+        read = [(head, part) for head, part in zip(late, at.split(counts.tolist()), strict=True) if len(part)]
+        if read:
+            keys, values = zip(*(fetch(head, part) for head, part in read), strict=True)
+            logits = [self._logits(self._query[head], k) for (head, _), k in zip(read, keys, strict=True)]
+            mine = heads[rows]
+            self._exact[mine, :, at] = torch.cat(logits, -1).mT
+            self._values[mine, at] = torch.cat(values).float()
+            self._at_hand[mine, at] = True
+            self.fetched[heads] += counts
+        self.inclusion[heads] = self.inclusion[heads].masked_fill(chosen, 1.0)
 
     def estimate(self, weights: Weights) -> tuple[Tensor, Tensor]:
         """D ``[H, G]`` and N ``[H, G, D]``, float64, in the unit of ``weights``, from the tokens at hand."""

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.certified_model import Context, Recorded, thinned
+from benchmarks.certified import combined
+from benchmarks.certified_model import Attend, Context, Recorded, thinned
 from benchmarks.certified_quality import Methods
 from benchmarks.certified_run import budget_errors, decisions
 from tests.reference import Past, Row
@@ -57,25 +58,57 @@ def test_a_prompt_can_be_thinned(prompt: Recorded) -> None:
     torch.testing.assert_close(part.queries[:, 0], prompt.queries[:, 1])
 
 
-def attended(row: Row) -> Tensor:
-    count = len(row.ids)
+LENGTHS = [2, 3]  # of two rows behind tails of different lengths
+
+
+def owns() -> list[Past]:
+    return [
+        Past(list(numbers(LAYERS, HEADS, n, DIM, seed=n)), list(numbers(LAYERS, HEADS, n, DIM, seed=9 + n)))
+        for n in (3, 5)
+    ]
+
+
+def attended(attend: Attend) -> Tensor:
+    count = sum(LENGTHS)
     query, key, value = numbers(HEADS * GROUP, count, DIM, seed=5), *numbers(2, HEADS, count, DIM, seed=6)
-    return torch.stack([row.attend(layer, query, key, value, DIM**-0.5) for layer in range(LAYERS)])
+    return torch.stack([attend(layer, query, key, value, DIM**-0.5) for layer in range(LAYERS)])
 
 
-def test_with_nothing_left_out_top_k_is_dense_attention(prompt: Recorded) -> None:
-    own = Past(list(numbers(LAYERS, HEADS, 3, DIM, seed=7)), list(numbers(LAYERS, HEADS, 3, DIM, seed=8)))
-    rows = dict(Methods(prompt.context, 1.0, Policy(), 0).rows([1, 2], own))
-    assert {row.start for row in rows.values()} == {TOKENS + 3}
-    torch.testing.assert_close(attended(rows["top-k"]), attended(rows["dense"]), rtol=1e-4, atol=1e-5)
+def dense(context: Context) -> Attend:
+    """Row by row."""
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        parts = zip(owns(), *(x.split(LENGTHS, 1) for x in (query, key, value)), strict=True)
+        return torch.cat([_LayerRow(context, own, layer).attend(0, q, k, v, scale) for own, q, k, v in parts], 1)
+
+    return attend
+
+
+class _LayerRow(Row):
+    def __init__(self, context: Context, own: Past, layer: int) -> None:
+        pasts = [Past([past.keys[layer]], [past.values[layer]]) for past in (context.past, own)]
+        super().__init__([0], context.past.length + own.length, pasts)
 
 
 def test_certified_attention_is_dense_where_no_error_is_allowed(prompt: Recorded) -> None:
-    own = Past(list(numbers(LAYERS, HEADS, 3, DIM, seed=7)), list(numbers(LAYERS, HEADS, 3, DIM, seed=8)))
     methods = Methods(prompt.context, 0.4, Policy(Target(0.0), max_fetch=1.0), 0)
-    rows = dict(methods.rows([1, 2], own))
-    dense = attended(rows["dense"])
-    torch.testing.assert_close(attended(rows["certified"]), dense, rtol=1e-4, atol=1e-5)
+    exact = attended(dense(prompt.context))
+    certified = attended(methods.attend(owns(), LENGTHS, fetching=True))
+    torch.testing.assert_close(certified, exact, rtol=1e-4, atol=1e-5)
     assert 0 < methods.fetched_share() < 1
-    for rough in ("top-k", "sample alone"):
-        assert (attended(rows[rough]) - dense).norm() > 0.01 * dense.norm()
+    alone = attended(methods.attend(owns(), LENGTHS, fetching=False))
+    assert (alone - exact).norm() > 0.01 * exact.norm()
+
+
+def test_steps_decided_together_are_those_decided_alone(prompt: Recorded) -> None:
+    """Where none is excessive: a longer tail makes half of all tokens a little more."""
+    alone, batched = (decisions({"p": prompt}, 0.4, "per_channel2", 1.0, 0.3, STEPS, 1, batch) for batch in (1, STEPS))
+    assert batched == pytest.approx(alone)
+
+
+def test_results_of_several_runs_become_one() -> None:
+    first = {"machine": "a", "date": "1", "quality": {"needle": {"2048": {"questions": 1}}}}
+    second = {"machine": "a", "date": "2", "quality": {"needle": {"4096": {"questions": 2}}}, "budget": {"8": {}}}
+    merged = combined([first, second])
+    assert merged["quality"]["needle"] == {"2048": {"questions": 1}, "4096": {"questions": 2}}
+    assert (merged["machine"], merged["date"], merged["budget"]) == ("a", "2", {"8": {}})
