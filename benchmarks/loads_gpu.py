@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     found = options(__doc__)
     found.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16, 30], help="numbers of requests")
     found.add_argument("--enough-s", type=float, default=30.0, help="no further repeat of a load after so many seconds")
+    found.add_argument("--after", type=Path, metavar="FILE", help="engines start, but run only once this file exists")
     found.set_defaults(name="loads-gpu", variants=["plain", "auto", "always"])
     return found
 
@@ -47,6 +48,8 @@ def sweep(args: argparse.Namespace, variant: str, texts: list[list[int]], folder
     usual.engine["compilation_config"]["cudagraph_capture_sizes"] = graph_sizes(args.requests)
     others = [v for v in args.variants if v != variant]
     ready = [str(folder / f"{v}.ready") for v in (variant, *others)]
+    if args.after is not None:
+        ready.append(str(args.after))
     return Sweep(**asdict(usual), loads=args.loads, enough_s=args.enough_s, ready=ready)
 
 
