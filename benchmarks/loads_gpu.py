@@ -28,7 +28,8 @@ RUN = "benchmarks.loads_gpu_run"
 VERIFY_TOKENS = 300  # default cap, beside which a step has a row per request
 COLUMNS = (
     "requests", "engine", "tokens/s, min / median / max", "over plain, min / median / max", "decoded tokens/s",
-    "rows at once", "tokens per round", "link busy", *MOVES,
+    "rows at once", "tokens per round", "link busy", *MOVES, "step of plain rows: ms",
+    "GPU ms",
 )  # fmt: skip
 
 
@@ -125,11 +126,12 @@ def rows_of(engines: dict[str, Any]) -> list[list[Any]]:
             runs = sorted(engine["loads"][str(load)]["runs"], key=lambda r: r["tokens_per_s"])
             middle = runs[len(runs) // 2]
             base = plain.get(load)
+            alone = middle["steps"].get("plain", {})
             rows = [s["most_rows"] for s in middle["steps"].values() if "most_rows" in s]
             found.append([
                 load, variant, spread(own, 0), spread([r / median(base) for r in own], 2) if base else "-",
                 f"{middle['decode_tokens_per_s']:.0f}", max(rows, default="-"), middle.get("tokens_per_round", "-"),
-                middle.get("link_busy", "-"), *moves(middle),
+                middle.get("link_busy", "-"), *moves(middle), alone.get("wall_ms", "-"), alone.get("graph_ms") or "-",
             ])  # fmt: skip
     return found
 
@@ -164,7 +166,8 @@ def render(result: dict[str, Any], out: Path) -> None:
         f"![Speed over load]({options['name']}.png)", "",
         *table(COLUMNS, rows_of(engines), 2), "",
         "Decoded: without each request's first token, over the time beyond the prompts', of which some were timed "
-        "alone. Demoted and came back: how often, not how many.",
+        "alone. Demoted and came back: how often, not how many. A step of plain rows: median of those without drafts, "
+        "verifies and prompts; what an engine that drafts adds to them slows down everyone.",
         *(["", "Left over after a load: " + "; ".join(left)] if left else []),
     ]  # fmt: skip
     save(out, options["name"], result, "\n".join(lines))
