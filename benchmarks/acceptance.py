@@ -9,8 +9,9 @@ own counts, greedy, and a check of KVzip in the engine; cells that do not fit in
 """
 
 import argparse
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -23,14 +24,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.acceptance_grid import FULL, OWN, Cell, Method, Results, grid, registered
 from benchmarks.acceptance_report import NAME, Report, summed
-from benchmarks.report import RESULTS, machine
+from benchmarks.report import RESULTS, machine_of
 from compressors.budget import COUNTS
 from vericache.demo import model
 from vericache.demo.prompts import PROMPTS
 from vericache.demo.worker import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from benchmarks.acceptance_run import Run
+    from benchmarks.acceptance_rounds import Predicted, Selected
 
 QUICK = {"prompts": ["continue_code", "summarise"], "counts": [OWN], "ratios": [0.25, 0.1], "temperatures": [0.0],
          "minutes": 8.0, "check": [Method.parse("kvzip")]}  # fmt: skip
@@ -54,23 +55,47 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="keep the cells that are in --out, and leave them out here")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after so many")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="engine", help='"cpu" or "cuda": without an engine, see '
+                        "benchmarks/acceptance_device.py (default: in the engine)")  # fmt: skip
+    parser.add_argument("--model", type=Path, help="with --device: folder of the bundled model's weights")
+    parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N", help="every Nth compressor, from the Ith "
+                        "(from 0): N processes measure a grid side by side")  # fmt: skip
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: one result of these; a "
+                        "cell that an engine measured, too, keeps that beside it")  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of acceptance.json, .md and .png")
     args = parser.parse_args(argv)
     if args.quick:
         parser.set_defaults(**QUICK)
         args = parser.parse_args(argv)
-    args.methods = args.methods or registered(args.counts)
+    args.methods = of_part(args.methods or registered(args.counts), *args.part)
     args.drafts = sorted(args.drafts)
     return args
 
 
+def part(text: str) -> tuple[int, int]:
+    index, count = map(int, text.split("/"))
+    if not 0 <= index < count:
+        raise ValueError(f"part {text}, expected I/N with I from 0 to N - 1")
+    return index, count
+
+
+def of_part(methods: Sequence[Method], index: int, count: int) -> list[Method]:
+    """All count modes of a compressor are in one part, which asks its scorer once."""
+    mine = set(list(dict.fromkeys(m.compressor for m in methods))[index::count])
+    return [m for m in methods if m.compressor in mine]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     started, args, console = monotonic(), arguments(argv), Console()
+    if args.merge:
+        merged(args.merge, args.out).write(args.out)
+        return 0
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
     torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment
     options = {"tokens": args.tokens, "drafts": args.drafts, "prompts": args.prompts}
-    described = f"{machine()}, {args.threads} thread(s)"
+    described = f"{machine_of(args.device)}, {args.threads} thread(s)"
     header = {"date": date.today().isoformat(), "machine": described, "model": model.NAME, "options": options}
+    header["engine"] = args.device == "engine"
     try:
         results = Results(args.out / f"{NAME}.json", header, args.add)
     except ValueError as error:
@@ -78,10 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     todo = list(results.missing(grid(args.methods, args.ratios, args.temperatures)))
     if todo or args.check is not None:
-        from benchmarks.acceptance_run import Run  # imports vLLM, which reads the environment
-
-        with console.status("an engine, a reference model, and the prompts' KV"):
-            run = Run(args)
+        with console.status("the model, and the prompts' KV"):
+            run = predicted(args)
         fill(results, run, todo, started + 60 * args.minutes, console)
         check(results, run, args, console)
     if not results.cells:
@@ -92,8 +115,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def predicted(args: argparse.Namespace) -> "Predicted":
+    if args.device != "engine":
+        from benchmarks.acceptance_device import DeviceRun
+
+        torch.set_default_device(args.device)
+        return DeviceRun(args.model or model.prepare(), args)
+    from benchmarks.acceptance_run import Run  # imports vLLM, which reads the environment
+
+    return Run(args)
+
+
+def merged(files: Sequence[Path], out: Path) -> Report:
+    results = Results(out / f"{NAME}.json", {}, keep=False)
+    for file in files:
+        results.add(json.loads(file.read_text()))
+    results.save({})
+    return Report(results.content())
+
+
 def fill(
-    results: Results, run: "Run", todo: Sequence[tuple[Method, float, list[float]]], end: float, console: Console
+    results: Results, run: "Predicted", todo: Sequence[tuple[Method, float, list[float]]], end: float, console: Console
 ) -> None:
     """Measure what is missing, saving after every cell, until ``end``."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -110,9 +152,9 @@ def fill(
                 progress.advance(task)
 
 
-def measured(run: "Run", method: Method, ratio: float, temperatures: Sequence[float]) -> Iterator[dict[str, Any]]:
+def measured(run: "Predicted", method: Method, ratio: float, temperatures: Sequence[float]) -> Iterator[dict[str, Any]]:
     """One cell per temperature; the method compresses once."""
-    from benchmarks.acceptance_run import Refused
+    from benchmarks.acceptance_rounds import Refused
 
     start, prompts = monotonic(), run.prompts
     try:
@@ -129,14 +171,20 @@ def measured(run: "Run", method: Method, ratio: float, temperatures: Sequence[fl
         yield {
             **found,
             "kept": round(sum(s.fraction for s in selected.values()) / len(selected), 4),
-            "scoring_ms": round(1e3 * median(1e3 * s.seconds / len(prompts[name]) for name, s in selected.items()), 1),
+            **scoring(selected, prompts),
             "rounds": {name: summed(of_prompt) for name, of_prompt in rounds.items()},
             "seconds": round(monotonic() - start, 1),
         }
         start = monotonic()
 
 
-def check(results: Results, run: "Run", args: argparse.Namespace, console: Console) -> None:
+def scoring(selected: "Mapping[str, Selected]", prompts: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Milliseconds per 1,000 tokens, where an engine was timed."""
+    times = [1e6 * s.seconds / len(prompts[name]) for name, s in selected.items() if s.seconds is not None]
+    return {"scoring_ms": round(median(times), 1)} if times else {}
+
+
+def check(results: Results, run: "Predicted", args: argparse.Namespace, console: Console) -> None:
     """Full KV and the methods of ``--check`` in the engine."""
     if args.check is None:
         return

@@ -98,6 +98,7 @@ class Results:
         self.file, self.header = file, dict(header)
         self.cells: dict[str, dict[str, Any]] = {}
         self.checks: dict[str, dict[str, Any]] = {}
+        self._by_engine: dict[str, dict[str, Any]] = {}  # of merged results, cells that an engine measured
         if not keep or not file.exists():
             return
         found = json.loads(file.read_text())
@@ -110,12 +111,29 @@ class Results:
         self.cells = {cell["key"]: cell for cell in found["cells"]}
         self.checks = {check["key"]: check for check in found["checks"]}
 
+    def add(self, other: Mapping[str, Any]) -> None:
+        """The result of another run: its cells replace those that are here, and what an engine measured of them stays
+        beside it. Raises ValueError when it was measured in another way."""
+        for name in ("options", "prompts", "model"):
+            if other[name] != self.header.setdefault(name, other[name]):
+                raise ValueError(f"runs with different {name} cannot be merged: {self.header[name]} and {other[name]}")
+        side = {k: v for k, v in other.items() if k not in ("cells", "checks", "options", "prompts", "model")}
+        by_engine = other.get("engine", True)
+        if by_engine:
+            self.header["in_engine"] = side
+            self._by_engine |= {cell["key"]: cell for cell in other["cells"]}
+        self.header |= {**side, "outputs": {**self.header.get("outputs", {}), **other["outputs"]}}
+        for cell in other["cells"]:
+            engine = None if by_engine else self._by_engine.get(cell["key"])
+            self.cells[cell["key"]] = cell if engine is None else {**cell, "in_engine": engine}
+        self.checks |= {check["key"]: check for check in other["checks"]}
+
     def content(self) -> dict[str, Any]:
         return {**self.header, "checks": list(self.checks.values()), "cells": list(self.cells.values())}
 
     def save(self, header: Mapping[str, Any]) -> None:
         """With what a run knows of all its cells. Never half a file."""
-        outputs = {**self.header.get("outputs", {}), **header["outputs"]}
+        outputs = {**self.header.get("outputs", {}), **header.get("outputs", {})}
         self.header |= {**header, "outputs": outputs}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in self.header.items()]

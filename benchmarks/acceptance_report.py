@@ -25,6 +25,10 @@ class Report:
         self.methods = list(dict.fromkeys(c["method"] for c in self.cells if c["method"] != FULL.name))
         self.ratios = sorted({c["ratio"] for c in self.cells if c["method"] != FULL.name}, reverse=True)
         self.temperatures = sorted({c["temperature"] for c in self.cells})
+        # Cells that an engine measured, and what is said of its run; others may have come after it.
+        self._timed = [c if "scoring_ms" in c else c.get("in_engine", {}) for c in self.cells]
+        self._timed = [c for c in self._timed if "scoring_ms" in c]
+        self._engine: Mapping[str, Any] = found.get("in_engine", found)
         self._by_key = {(c["method"], c["ratio"], c["temperature"]): c for c in self.cells}
 
     def loops(self, prompt: str, temperature: float) -> bool:
@@ -66,11 +70,11 @@ class Report:
         return table(["method", "half of its own best", "half of full KV"], rows)
 
     def costs(self) -> list[str]:
-        prefill, rows = self.found["prefill_ms"], []
+        prefill, rows = self._engine.get("prefill_ms"), []
         for method in self.methods:
-            times = [c["scoring_ms"] for c in self.cells if c["method"] == method]
-            kept = [self._kept(method, r) for r in self.ratios]
-            rows.append([method, f"{median(times):.0f}", f"{median(times) / prefill:.2f}", *kept])
+            times = [c["scoring_ms"] for c in self._timed if c["method"] == method]
+            cost = [f"{median(times):.0f}", f"{median(times) / prefill:.2f}"] if times and prefill else ["-", "-"]
+            rows.append([method, *cost, *(self._kept(method, r) for r in self.ratios)])
         return table(["method", "ms per 1,000 tokens", "of a prefill", *(f"kept at {r}" for r in self.ratios)], rows)
 
     def _kept(self, method: str, ratio: float) -> str:
@@ -86,6 +90,27 @@ class Report:
             rows.append([prompt, length, *shares])
         return table(["prompt", "tokens", *(f"T = {t}" for t in self.temperatures)], rows)
 
+    def twice(self) -> list[str]:
+        """Cells that were measured in an engine and without one, by draft length."""
+        pairs = [(c["rounds"], c["in_engine"]["rounds"]) for c in self.cells if "in_engine" in c]
+        if not pairs:
+            return []
+        rows = []
+        for drafts in map(str, self.drafts):
+            means = [(pooled(a, drafts), pooled(b, drafts)) for a, b in pairs]
+            apart = sorted(abs(a - b) for a, b in means)
+            same = sum(a[p][drafts] == b[p][drafts] for a, b in pairs for p in a)
+            rows.append([drafts, len(pairs), f"{same} of {sum(len(a) for a, _ in pairs)}",
+                         f"{apart[0]:.2f} / {median(apart):.2f} / {apart[-1]:.2f}"])  # fmt: skip
+        header = ["rounds of", "cells", "prompts with the same sums", "accepted per round apart, min / median / max"]
+        return [
+            f"What an engine kept and said ({self._engine['date']}, {self._engine['machine']}), beside the same cells",
+            "without one:",
+            "",
+            *table(header, rows),
+            "",
+        ]
+
     def checks(self) -> list[str]:
         rows = [
             [c["method"], c["ratio"], c["temperature"], f"{c['rounds_equal']} of {c['rounds']}",
@@ -94,6 +119,20 @@ class Report:
         ]  # fmt: skip
         header = ["method", "ratio", "T", "rounds as predicted", "accepted in the engine", "predicted", "output exact"]
         return table(header, rows) if rows else ["Not made in this run."]
+
+    def _kept_by(self) -> str:
+        if self.found.get("engine", True):
+            return "the engine scores and compresses each prompt; an independent forward"
+        return "scores, selections and outputs are the reference model's own (`--device`), in float32; its forward"
+
+    def _timed_where(self) -> list[str]:
+        if "prefill_ms" not in self._engine:
+            return ["Not measured without an engine."]
+        return [
+            f"In the engine, on {self._engine['machine']}: wall time of scoring rows, selection and the copy into the",
+            "arena, one request at a time, median over prompts and ratios; 1,000 tokens of prefill take "
+            f"{self._engine['prefill_ms']:.0f} ms there (other work on the machine lengthens both).",
+        ]
 
     def markdown(self) -> str:
         options, first = self.found["options"], self.temperatures[0]
@@ -104,8 +143,8 @@ class Report:
             f"tokens each, {len(self.cells)} cells of a method, a ratio and a temperature.",
             "",
             "Tables show accepted drafts per round and their share of the round; vLLM's *acceptance length* is one",
-            "more, the verifier's own token. Rounds are **predicted, not run**: the engine scores and compresses each",
-            "prompt; an independent forward then follows the engine's full-KV output and compares token by token. What",
+            "more, the verifier's own token. Rounds are **predicted, not run**: " + self._kept_by(),
+            "then follows the full-KV output and compares token by token. What",
             "a round accepts depends on where it starts and on nothing before: all draft lengths share that work and",
             "nothing is approximated ([checked below](#checked-against-the-engine)). Counted are rounds whose drafts",
             f"all lie within the output, of outputs that do not loop ({LOOPS_BELOW:.0%} of their 4-grams or more are",
@@ -124,15 +163,12 @@ class Report:
             f"{self.main}): of the method's own best ratio, and of full KV.", "",
             *self.collapse(first, self.main), "",
             "## What scoring costs", "",
-            "Wall time of the engine's scoring rows, the selection, and the copy into the arena, one request at a",
-            "time, median over prompts and ratios; 1,000 tokens of prefill take "
-            f"{self.found['prefill_ms']:.0f} ms here (other work on the machine lengthens both). And the share of "
-            "token-heads that was kept.", "",
+            *self._timed_where(), "And the share of token-heads that was kept.", "",
             *self.costs(), "",
             "## Checked against the engine", "",
             "Rounds as the engine runs them (its schedule decides how long each one gets) beside the prediction for",
             "rounds of as many drafts, all prompts at once.", "",
-            *self.checks(), "",
+            *self.checks(), "", *self.twice(),
             "## Outputs", "", "Share of distinct 4-grams.", "", *self.texts(), "",
         ]  # fmt: skip
         if self.refused:
@@ -203,6 +239,12 @@ def shown(accepted: float | None, drafts: int, best: bool = False) -> str:
 def collapse(points: Mapping[float, float], best: float | None) -> float | None:
     """The smallest ratio with more than half of ``best``."""
     return min((r for r, a in points.items() if best is not None and a > best / 2), default=None)
+
+
+def pooled(rounds: Mapping[str, Mapping[str, Sequence[int]]], drafts: str) -> float:
+    """Accepted drafts per round of all prompts."""
+    count, accepted = (sum(column) for column in zip(*(r[drafts] for r in rounds.values()), strict=True))
+    return accepted / max(1, count)
 
 
 def summed(rounds: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vericache.figure import figure
 
-__all__ = ["RESULTS", "command", "figure", "machine", "save", "table"]
+__all__ = ["RESULTS", "command", "figure", "machine", "machine_of", "save", "table"]
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
@@ -23,6 +23,15 @@ def machine() -> str:
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
     return f"{model}, {os.cpu_count()} cores, {platform.python_implementation()} {platform.python_version()}"
+
+
+def machine_of(device: str) -> str:
+    """``machine``, and the GPU where ``device`` is one."""
+    if not device.startswith("cuda"):
+        return machine()
+    import torch
+
+    return f"{torch.cuda.get_device_name(device)}, {machine()}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:

@@ -138,40 +138,102 @@ def alone(path: str) -> Iterator[None]:
         yield
 
 
-def run(job: Job) -> dict[str, Any]:
-    if job.acceptance is not None and job.settings is not None:
-        accept_by_chance(job.acceptance)
-    start = time.perf_counter()
-    make: Any = vllm.LLM if job.settings is None else vericache.LLM
-    ours = {} if job.settings is None else {"vericache": job.settings}
-    llm = make(job.folder, **ours, **job.engine)
-    core = llm.llm_engine.engine_core.engine_core
-    trace = Trace(core)
-    calls = itertools.count()
+class Counts:
+    """Requests that left the device, came back and were preempted, since the start or ``clear``."""
 
-    def generate(tokens: int, count: int) -> tuple[list[RequestOutput], float]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    def __init__(self, scheduler: Any) -> None:
+        self.preemptions, self.events = 0, defaultdict[tuple[str, str], float](float)
+        preempt, coordinator = scheduler._preempt_request, getattr(scheduler, "coordinator", None)
+
+        def preempted(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = preempted
+        if coordinator is not None:
+            telemetry = coordinator.stats.telemetry
+            count = telemetry.count
+
+            def counted(name: str, amount: float = 1, label: str = "") -> None:
+                self.events[name, label] += amount
+                count(name, amount, label)
+
+            telemetry.count = counted
+
+    def clear(self) -> None:
+        self.preemptions = 0
+        self.events.clear()
+
+    def summary(self) -> dict[str, Any]:
+        promotions = {label: int(n) for (name, label), n in self.events.items() if name == "vericache_promotions"}
+        return {
+            "preemptions": self.preemptions,
+            "demotions": int(self.events["vericache_demotions", ""]),
+            "promotions": promotions,
+            "recompressions": int(self.events["vericache_recompressions", ""]),
+            "shared_bytes": int(self.events["vericache_shared_reload_bytes", ""]),
+        }
+
+
+class Engine:
+    """The job's engine, and its runs."""
+
+    def __init__(self, job: Job) -> None:
+        if job.acceptance is not None and job.settings is not None:
+            accept_by_chance(job.acceptance)
+        start = time.perf_counter()
+        make: Any = vllm.LLM if job.settings is None else vericache.LLM
+        ours = {} if job.settings is None else {"vericache": job.settings}
+        self.job, self.llm = job, make(job.folder, **ours, **job.engine)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.trace, self.counts = Trace(self.core), Counts(self.core.scheduler)
+        self._calls = itertools.count()
+        self.start_s = round(time.perf_counter() - start, 1)
+
+    def generate(self, tokens: int, count: int, **extra: str) -> tuple[list[RequestOutput], float]:
+        """Outputs and seconds of the first ``count`` prompts. ``extra`` holds for every second request."""
+        usual: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(**usual, extra_args=extra if extra and i % 2 == 0 else None) for i in range(count)]
         # Another first token in every call: no cache may know the prompts from the last one.
-        first = 100 + next(calls)
-        prompts = [{"prompt_token_ids": [first, *p[1:]]} for p in job.prompts[:count]]
+        first = 100 + next(self._calls)
+        prompts = [{"prompt_token_ids": [first, *p[1:]]} for p in self.job.prompts[:count]]
         before = time.perf_counter()
-        out = llm.generate(prompts, params, use_tqdm=False)
+        out = self.llm.generate(prompts, params, use_tqdm=False)
         torch.cuda.synchronize()
         return out, time.perf_counter() - before
 
-    found: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 1), "runs": []}
+    def warm_up(self) -> None:
+        """Compiles what is compiled late. Where few requests would not draft, half of them are told to."""
+        auto = self.job.settings is not None and self.job.settings["mode"] == "auto"
+        count = min(4 if auto else 2, len(self.job.prompts))
+        self.generate(self.job.tokens, count, **({"vericache_mode": "draft"} if auto else {}))
+
+    def measured(self, count: int, prefill: float) -> dict[str, Any]:
+        """One run of so many requests; ``prefill``: seconds that only their first tokens take."""
+        self.trace.clear()
+        self.counts.clear()
+        before = moved(self.core, self.job)
+        out, wall = self.generate(self.job.tokens, count)
+        return {
+            **one_run(self.job, out, wall, prefill),
+            "steps": self.trace.summary(),
+            **moved(self.core, self.job, before, wall),
+            "ring_pages": self.trace.pages,
+            "steady_link": self.trace.steady_link(),
+            "counts": self.counts.summary(),
+        }
+
+
+def run(job: Job) -> dict[str, Any]:
+    engine = Engine(job)
+    found: dict[str, Any] = {"start_s": engine.start_s, "runs": []}
     with alone(job.lock):
-        generate(job.tokens, 2)  # compiles what is compiled late
+        engine.warm_up()
         sample = min(job.prefill_sample, len(job.prompts))
-        found["prefill_s"] = round(generate(1, sample)[1] * len(job.prompts) / sample, 3)
+        found["prefill_s"] = round(engine.generate(1, sample)[1] * len(job.prompts) / sample, 3)
         for _ in range(job.repeats):
-            trace.clear()
-            before = moved(core, job)
-            out, wall = generate(job.tokens, len(job.prompts))
-            found["runs"].append({**one_run(job, out, wall, found["prefill_s"]), "steps": trace.summary(),
-                                  **moved(core, job, before, wall), "ring_pages": trace.pages,
-                                  "steady_link": trace.steady_link()})  # fmt: skip
-    found["blocks"] = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+            found["runs"].append(engine.measured(len(job.prompts), found["prefill_s"]))
+    found["blocks"] = engine.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     found["gpu"] = torch.cuda.get_device_name()
     return found
 
@@ -190,6 +252,7 @@ def one_run(job: Job, out: Sequence[RequestOutput], wall: float, prefill: float)
         result |= {
             "drafting": len(summaries),
             "rounds": len(rounds),
+            "accepted_tokens": sum(s.get("accepted_tokens", 0) for s in every),
             "tokens_per_round": round(1 + sum(rounds) / max(1, len(rounds)), 2),
             "compressed_fraction": round(median(s["compressed_fraction"] for s in summaries), 4) if summaries else 1.0,
         }

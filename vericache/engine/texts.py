@@ -1,6 +1,7 @@
 """Token ids of the texts that scoring passes append to a prompt (KVzip's instructions)."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vllm.config import ModelConfig
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -29,11 +30,16 @@ def probe_texts(model_config: ModelConfig, settings: VeriCacheConfig) -> Mapping
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-    turn = "\n"
-    if getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": _MARK}]
-        rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        turn = rendered.rpartition(_MARK)[2]
+    turn = turn_text(tokenizer)
     return {
         name: {key: encode(text) for key, text in {**METHODS[name].texts, "turn": turn}.items()} for name in compressors
     }
+
+
+def turn_text(tokenizer: Any) -> str:
+    """What the chat template puts between a message and the answer; a newline when there is no template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "\n"
+    message = [{"role": "user", "content": _MARK}]
+    rendered: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return rendered.rpartition(_MARK)[2]
