@@ -26,7 +26,7 @@ from benchmarks.certified_model import Model, recorded
 from benchmarks.certified_quality import quality
 from benchmarks.certified_run import DELTA, EPSILONS, budget_errors, decisions
 from benchmarks.certified_tasks import KINDS
-from benchmarks.report import RESULTS, figure, machine, save, table
+from benchmarks.report import RESULTS, figure, machine_of, save, table
 from vericache.errors import ConfigError
 
 NAME = "certified"
@@ -64,16 +64,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_default_device(args.device)
     file = args.out / f"{NAME}.json"
     result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    result |= {"machine": _machine(args.device), "date": str(date.today()), "delta": DELTA}
+    result |= {"machine": machine_of(args.device), "date": str(date.today()), "delta": DELTA}
     model = cache(partial(Model, args.model))
     with torch.no_grad():
         for part in args.parts:
             PARTS[part](result, args, model)
     render(result, args.out)
-
-
-def _machine(device: str) -> str:
-    return machine() if device == "cpu" else f"{torch.cuda.get_device_name(device)} beside {machine()}"
 
 
 def combined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
