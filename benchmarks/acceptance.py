@@ -55,9 +55,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="keep the cells that are in --out, and leave them out here")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after so many")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="engine", help='"cpu" or "cuda": without an engine, see '
-                        "benchmarks/acceptance_device.py (default: in the engine)")  # fmt: skip
-    parser.add_argument("--model", type=Path, help="with --device: folder of the bundled model's weights")
+    add_device(parser)
     parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N", help="every Nth compressor, from the Ith "
                         "(from 0): N processes measure a grid side by side")  # fmt: skip
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: one result of these; a "
@@ -70,6 +68,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.methods = of_part(args.methods or registered(args.counts), *args.part)
     args.drafts = sorted(args.drafts)
     return args
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="engine", help='"cpu" or "cuda": without an engine, see '
+                        "benchmarks/acceptance_device.py (default: in the engine)")  # fmt: skip
+    parser.add_argument("--model", type=Path, help="with --device: folder of the bundled model's weights")
 
 
 def part(text: str) -> tuple[int, int]:

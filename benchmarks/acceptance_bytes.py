@@ -20,15 +20,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from benchmarks.acceptance import add_device, predicted
 from benchmarks.acceptance_grid import Method
-from benchmarks.report import RESULTS, figure, machine, save, table
+from benchmarks.report import RESULTS, figure, machine_of, save, table
 from compressors import Kept
 from vericache.demo.prompts import PROMPTS
 from vericache.demo.worker import ENVIRONMENT
 from vericache.draft.formats import FORMATS, Simulated, page_format, pages_per_head
 
 if TYPE_CHECKING:
-    from benchmarks.acceptance_run import Run
+    from benchmarks.acceptance_rounds import Predicted
 
 NAME = "acceptance-bytes"
 RECENT, PAGE = 32, 32
@@ -45,17 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft-length", type=int, default=25)
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per prompt")
     parser.add_argument("--threads", type=int, default=2)
+    add_device(parser)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--add", action="store_true", help="keep the points that are in --out, and leave them out here")
     args = parser.parse_args(argv)
     args.prompts, args.drafts = list(PROMPTS), [args.draft_length]
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
     torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment
-    from benchmarks.acceptance_run import Run  # imports vLLM, which reads the environment
-
     console, lines = Console(), known(args)
     with console.status("an engine, a reference model, and the prompts' KV"):
-        run = Run(args)
+        run = predicted(args)
     average = sum(len(p) for p in run.prompts.values()) / len(run.prompts)
     todo = {(m, r): [f for f in args.formats if (f, *of(m), r) not in map(point, lines)]
             for r in args.ratios for m in args.methods}  # fmt: skip
@@ -92,7 +92,7 @@ def point(line: dict[str, Any]) -> tuple[str, str, str, float]:
     return line["format"], line["compressor"], line["counts"], line["ratio"]
 
 
-def measured(run: "Run", name: str, method: Method, ratio: float, kept: Mapping[str, Kept]) -> dict[str, Any]:
+def measured(run: "Predicted", name: str, method: Method, ratio: float, kept: Mapping[str, Kept]) -> dict[str, Any]:
     """One point: all prompts in one format."""
     found = run.packed_rounds(kept, run.packing(name, PAGE, RECENT))
     prompts = {p: {"accepted": rounds, "loops": run.loops(p)} for p, rounds in found.items()}
@@ -115,8 +115,8 @@ def size(name: str, kept: Kept, context: int, head_dim: int) -> float:
 
 
 def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace, context: float) -> None:
-    found = {"date": date.today().isoformat(), "machine": machine(), "context": round(context), "lines": list(lines),
-             "draft_length": args.draft_length, "tokens": args.tokens}  # fmt: skip
+    found = {"date": date.today().isoformat(), "machine": machine_of(args.device), "context": round(context),
+             "lines": list(lines), "draft_length": args.draft_length, "tokens": args.tokens}  # fmt: skip
     order = ONE_WIDTH
     rows = [
         [label(p["format"]), f"{p['compressor']} {p['counts']}", p["ratio"], f"{p['size']:.3f}",

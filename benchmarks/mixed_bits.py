@@ -22,9 +22,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.acceptance import add_device, predicted
 from benchmarks.acceptance_grid import Method
 from benchmarks.layer_bits import layer_errors
-from benchmarks.report import RESULTS, figure, machine, save, table
+from benchmarks.report import RESULTS, figure, machine_of, save, table
 from compressors import Kept
 from compressors.bits import WIDTHS, Pair, bits_of_layers, vector_bits, water_filling
 from compressors.budget import forced_mask
@@ -34,7 +35,7 @@ from vericache.demo.worker import ENVIRONMENT
 from vericache.draft.formats import Mixed
 
 if TYPE_CHECKING:
-    from benchmarks.acceptance_run import Run
+    from benchmarks.acceptance_rounds import Predicted
 
 NAME = "mixed-bits"
 PAGE, SINKS, RECENT, RATIO, DRAFTS = 32, 4, 32, 0.25, 25
@@ -46,16 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", nargs="+", choices=PROMPTS, default=list(PROMPTS))
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per prompt")
     parser.add_argument("--threads", type=int, default=2)
+    add_device(parser)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     args.drafts = [DRAFTS]
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
     torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment
-    from benchmarks.acceptance_run import Run  # imports vLLM, which reads the environment
-
     console, lines = Console(), list[dict[str, Any]]()
     with console.status("an engine, a reference model, and the prompts' KV"):
-        run = Run(args)
+        run = predicted(args)
         kept = {name: s.kept for name, s in run.select(METHOD, RATIO).items()}
     for line in measured(run, kept):
         lines.append(line)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measured(run: "Run", kept: Mapping[str, Kept]) -> Iterator[dict[str, Any]]:
+def measured(run: "Predicted", kept: Mapping[str, Kept]) -> Iterator[dict[str, Any]]:
     layers = next(iter(kept.values())).counts.shape[0]
     pairs: list[Pair] = [(4, 4), (3, 3), (2, 2), (4, 3), (4, 2), (2, 4), (3, 2)]
     for keys, values in pairs:
@@ -87,7 +87,9 @@ def by_water_filling(scores: Tensor, head_dim: int, widths: Sequence[int]) -> Ke
     return Kept((bits > 0).sum(-1), (bits > 0).nonzero()[:, 2], bits=bits[bits > 0])
 
 
-def point(run: "Run", kept: Mapping[str, Kept], kind: str, label: str, layer_bits: Sequence[Pair]) -> dict[str, Any]:
+def point(
+    run: "Predicted", kept: Mapping[str, Kept], kind: str, label: str, layer_bits: Sequence[Pair]
+) -> dict[str, Any]:
     """``layer_bits`` of tokens that were given no width, and of those behind the context."""
     found, sizes, share, bits = dict[str, list[int]](), 0.0, 0.0, 0.0
     form = Mixed(PAGE, run.head_dim, torch.bfloat16)
@@ -111,7 +113,7 @@ def point(run: "Run", kept: Mapping[str, Kept], kind: str, label: str, layer_bit
 
 
 def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    found = {"date": date.today().isoformat(), "machine": machine(), "ratio": RATIO, "drafts": DRAFTS,
+    found = {"date": date.today().isoformat(), "machine": machine_of(args.device), "ratio": RATIO, "drafts": DRAFTS,
              "tokens": args.tokens, "lines": list(lines)}  # fmt: skip
     rows = [
         [p["kind"], p["widths"], f"{p['kept']:.2f}", p["bits"], f"{p['size']:.3f}", f"{p['accepted']:.1f}",

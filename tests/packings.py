@@ -50,7 +50,7 @@ class Packing:
 
 def turboquant(bits: int, page_tokens: int, keep: int) -> Packing:
     def rounded(x: Tensor) -> Tensor:
-        matrix = rotation(x.shape[-1]).double()
+        matrix = rotation(x.shape[-1], x.device).double()
         y = x.double() @ matrix.T
         scale = (y.pow(2).mean(-1, keepdim=True).sqrt().half().double() * STEPS[bits]).clamp(min=1e-30)
         level = (torch.floor(y / scale) + 0.5).clamp(-(2 ** (bits - 1)) + 0.5, 2 ** (bits - 1) - 0.5)

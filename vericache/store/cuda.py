@@ -52,9 +52,9 @@ class CudaCopyEngine:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
-            ids = to_device(torch.tensor([list(blocks), list(pages)], dtype=torch.int32), self._device)
             start.record()
-            if blocks:
+            if blocks:  # a reload may have nothing left to copy
+                ids = to_device(torch.tensor([list(blocks), list(pages)], dtype=torch.int32), self._device)
                 to_host = direction is Direction.TO_HOST
                 copy_pages(
                     self._caches, self._pointers, self._store.data, ids[0], ids[1], to_host, self._programs[direction]
