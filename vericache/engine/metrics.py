@@ -25,8 +25,8 @@ PROMOTIONS = (
     "room", "scoring_too_long", "tail_full", "write_back_failed",
 )  # fmt: skip
 FALLBACKS = (
-    "bad_option", "failures", "method", "no_pay", "off", "pools_full", "room", "short_output", "short_prompt",
-    "unsupported",
+    "bad_option", "failures", "method", "no_arena", "no_pay", "off", "pools_full", "room", "short_output",
+    "short_prompt", "unsupported",
 )  # fmt: skip
 
 

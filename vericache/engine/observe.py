@@ -144,6 +144,7 @@ def snapshot(coordinator: "Coordinator") -> dict[str, Any]:
     return {
         "iteration": coordinator.stats.iterations,
         "settings": {**coordinator.settings.model_dump(mode="json"), "counts": coordinator.settings.method.counts},
+        "arena": {"fraction": coordinator.plan.share.fraction, "why": coordinator.plan.share.why},
         "link_ring": [round(ns / throughput.iteration_ns, 4) for ns in planner.rings.link.cells],
         "page_ring": list(planner.rings.pages.cells),
         "moved_bytes": dict(coordinator.stats.moved),
