@@ -1,10 +1,10 @@
 """Plain vLLM, mode auto and always drafting over the number of requests at once, at one memory budget, on a GPU.
 
 ``python -m benchmarks.loads_gpu --model FOLDER --loads 1 4 16`` on a machine with a GPU and vLLM; the options are those
-of ``benchmarks.throughput``. Each variant has one engine, all with the same bytes for KV, the arena included, whose share "auto" chooses by itself; at every
+of ``benchmarks.throughput``. Each variant has one engine, all with the same bytes for KV, the arena included; at every
 load its requests are submitted at once, with prompts that have nothing in common, and one engine runs after the other.
 Tokens per second are all output over the time from the first request to the last, prompts included. "plain" is stock
-vLLM; "auto" and "always" (mode draft) leave the scheduler's settings at their defaults.
+vLLM; "auto" and "always" (mode draft) leave the scheduler's settings at their defaults, "auto" also the arena's share.
 """
 
 import argparse

@@ -162,7 +162,7 @@ def adaptive(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     return {
         "mode": "auto" if auto else "draft", "shared_verifies": "off" if variant == "unshared" else "on",
         "min_prompt_tokens": min(1024, args.prompt_tokens), "compressor": args.compressor, "counts": args.counts,
-        "ratio": args.ratio, "draft_length": args.draft_length, 
+        "ratio": args.ratio, "draft_length": args.draft_length,
         "arena_fraction": args.auto_arena_fraction if auto else args.arena_fraction,
         "expected_context": args.expected_context if auto else None,
         "page_tokens": args.page_tokens, "page_format": args.auto_page_format if auto else "plain",

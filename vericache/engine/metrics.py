@@ -127,6 +127,10 @@ class Telemetry:
             for value in values:
                 self.sample(f"vericache_{name}", value)
 
+    @property
+    def empty(self) -> bool:
+        return not self._counts and not self._samples
+
     def take(self, gauges: dict[str, dict[str, float]], status: dict[str, Any] | None = None) -> "Stats":
         counts = {name: dict(values) for name, values in self._counts.items()}
         stats = Stats({"counts": counts, "samples": dict(self._samples), "gauges": gauges, "status": status})

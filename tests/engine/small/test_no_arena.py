@@ -11,7 +11,7 @@ from tests.engine.conftest import OUTPUT_TOKENS, LiveGroup
 from tests.engine.harness import Harness
 from vericache.engine import worker as worker_module
 from vericache.engine.metrics import FALLBACKS
-from vericache.engine.observe import gauges, snapshot
+from vericache.engine.observe import gauges, snapshot, step_stats
 from vericache.engine.share import Facts, choose
 from vericache.store.host import HostStore
 
@@ -36,7 +36,7 @@ def test_tokens_are_those_of_stock_vllm(
     assert dict(zip(texts, tokens(outputs), strict=True)) == stock
     for summary in summaries(outputs):
         assert summary["mode"] == "resident"
-        assert "no memory was set aside for it" in summary["reason"]
+        assert "no memory is set aside for it" in summary["reason"]
 
 
 def test_nothing_of_ours_is_there(bare: Harness) -> None:
@@ -73,6 +73,13 @@ def test_a_request_that_asks_to_draft_is_a_plain_row(
 def test_the_status_page_shows_the_share(bare: Harness) -> None:
     assert snapshot(bare.coordinator)["arena"] == {"fraction": 0, "why": "set by arena_fraction"}
     assert gauges(bare.coordinator)["vericache_arena_capacity_bytes"][""] == 0
+
+
+def test_no_figures_are_sent_in_a_step_in_which_nothing_is_new(bare: Harness) -> None:
+    assert step_stats(bare.coordinator, wanted=True) is not None  # the first snapshot
+    assert step_stats(bare.coordinator, wanted=True) is None
+    bare.coordinator.stats.telemetry.count("vericache_fallbacks", label="no_arena")
+    assert step_stats(bare.coordinator, wanted=True) is not None
 
 
 def test_what_the_decision_is_told_of_an_engine(bare: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
