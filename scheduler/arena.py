@@ -35,7 +35,7 @@ def auto_share(
     best of them gains less than the model's error (``WORTH``).
 
     ``least`` above 0: there has to be an arena of that size; where none is worth it, the one that costs least.
-    ``most``: what may be taken from plain rows, which gives way to nothing.
+    ``most``: what may be taken from plain rows, which gives way to ``least`` only.
 
     Raises:
         ValueError: not one request fits.
@@ -45,7 +45,7 @@ def auto_share(
     if good := [one for one in found if one.speedup >= WORTH and one.worst >= SAFE]:
         return max(good, key=lambda one: one.speedup)
     if least:
-        return max(found, key=lambda one: (min(one.worst, one.speedup), one.speedup), default=Share(min(least, most)))
+        return max(found, key=lambda one: (min(one.worst, one.speedup), one.speedup), default=Share(least))
     return Share(0.0, refused=max(found, key=lambda one: (one.speedup, one.worst), default=None))
 
 

@@ -52,18 +52,18 @@ def choose(settings: VeriCacheConfig, facts: Facts) -> Chosen:
     context = min(settings.expected_context or max(1, facts.longest // 2), facts.longest)
     machine = Machine(facts.weights + facts.memory, facts.bandwidth, facts.link)
     work, ratio, x = workload(settings, facts, context), settings.ratio, settings.draft_length
-    longest = share_of_longest(settings, facts)
+    asks, longest = settings.needs_arena, share_of_longest(settings, facts)
     # A verify needs the full KV of the longest request beside the arena.
     most = max(0.0, 1 - facts.token * (facts.longest + 4 * settings.window) / facts.memory)
     where = f"for requests of {context} tokens, {work.drafting} of which the host's memory holds, rho {machine.rho:.0f}"
+    if settings.mode == "draft":
+        # Where both do not fit, the engine refuses to start (engine.support.check_pool).
+        every = min(draft_share(machine, work, ratio, x, longest), max(most, longest))
+        return Chosen(every, f"auto: as many as draft in this memory, {where}")
     try:
-        if settings.mode == "draft":
-            every = min(draft_share(machine, work, ratio, x, longest), most)
-            return Chosen(every, f"auto: as many as draft in this memory, {where}")
-        asks = settings.needs_arena
         share = auto_share(machine, work, ratio, x, longest if asks else 0.0, most)
-    except ValueError:  # not one request of this size fits
-        return Chosen(0.0, f"auto: not one request fits, {where}")
+    except ValueError:
+        return Chosen(longest if asks else 0.0, f"auto: not one request fits beside the weights, {where}")
     return Chosen(share.fraction, f"auto: {_told(share, asks)}, {where}")
 
 
@@ -78,9 +78,10 @@ def workload(settings: VeriCacheConfig, facts: Facts, context: int) -> Workload:
 
 
 def share_of_longest(settings: VeriCacheConfig, facts: Facts) -> float:
-    """The share that one request of the greatest length takes."""
+    """The share that one request of the greatest length takes. Every head can end in two partly filled pages."""
     work = workload(settings, facts, facts.longest)
-    return min(0.9, 1.05 * (work.load(settings.ratio).kept + work.reserve) / facts.memory)
+    pages = 2 * settings.page_tokens * facts.token
+    return min(0.9, (1.02 * (work.load(settings.ratio).kept + work.reserve) + pages) / facts.memory)
 
 
 def _told(share: Share, asks: str | None) -> str:
@@ -90,7 +91,7 @@ def _told(share: Share, asks: str | None) -> str:
     if share.refused is None:
         return "no arena fits beside the longest request"
     return (
-        f"drafting cannot pay here; the best arena, {share.refused.fraction:.2f}, is predicted to make "
+        f"no arena pays at every load; the best one, {share.refused.fraction:.2f}, is predicted to make "
         f"{_over_plain(share.refused)}"
     )
 
