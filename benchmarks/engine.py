@@ -18,8 +18,9 @@ from compressors import Kept
 from vericache.config import VeriCacheConfig
 from vericache.engine.texts import probe_texts
 
-# Of an engine whose rounds are to be seen: every request that may draft does, at the length it is told.
-ALWAYS_DRAFT: dict[str, Any] = {"mode": "draft", "draft_policy": "fixed"}
+# Of an engine whose rounds are to be seen: every request that may draft does, at the length it is told, in an arena
+# that does not depend on the machine.
+ALWAYS_DRAFT: dict[str, Any] = {"mode": "draft", "draft_policy": "fixed", "arena_fraction": 0.5}
 
 
 class LiveEngine:

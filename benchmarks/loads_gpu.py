@@ -4,7 +4,7 @@
 of ``benchmarks.throughput``. Each variant has one engine, all with the same bytes for KV, the arena included; at every
 load its requests are submitted at once, with prompts that have nothing in common, and one engine runs after the other.
 Tokens per second are all output over the time from the first request to the last, prompts included. "plain" is stock
-vLLM; "auto" and "always" (mode draft) leave the scheduler's settings at their defaults.
+vLLM; "auto" and "always" (mode draft) leave the scheduler's settings at their defaults, "auto" also the arena's share.
 """
 
 import argparse
@@ -153,15 +153,18 @@ def render(result: dict[str, Any], out: Path) -> None:
         for v, e in engines.items() for load, at in e["loads"].items() if at["left_over"]
     ]  # fmt: skip
     chance = options["acceptance"]
-    share = options.get("auto_arena_fraction") or options["arena_fraction"]
+    asked = options.get("auto_arena_fraction") or options["arena_fraction"]
+    chosen = engines.get("auto", {}).get("arena")
+    share = f"{asked:g}" if not isinstance(asked, str) else f"{chosen['fraction']:.3f}" if chosen else asked
     lines = [
         f"# Speed over load: {options['model']}", "", str(__doc__).strip(), "",
         f"{result['gpu']}, {result['date']}; prompts of {options['prompt_tokens']} tokens, {options['tokens']} output "
         f"tokens each, bfloat16, {options['backend']}, full graphs; {options['kv_gib']} GiB for KV, room for "
         f"{full:.1f} full contexts; {options['compressor']}, {options['counts']}, ratio {options['ratio']}; arena "
-        f"{options['arena_fraction']:g} of the memory for KV (auto: {share:g}, pages {options['auto_page_format']}). "
+        f"{options['arena_fraction']:g} of the memory for KV (auto: {share}, pages {options['auto_page_format']}). "
         + ("Acceptance as the model decides." if chance is None else
            f"**Synthetic acceptance**: each draft is accepted with chance {chance}, weights are random."), "",
+        *([f"The arena of mode auto: {chosen['why']}.", ""] if chosen else []),
         f"Mode auto over plain vLLM, medians: {', '.join(lows) or 'not measured'}.", "",
         f"![Speed over load]({options['name']}.png)", "",
         *table(COLUMNS, rows_of(engines), 2), "",

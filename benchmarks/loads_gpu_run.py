@@ -63,6 +63,8 @@ def run(sweep: Sweep, out: Path) -> None:
         "blocks": engine.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
         "loads": {},
     }
+    if (ours := getattr(engine.core.scheduler, "coordinator", None)) is not None:
+        found["arena"] = {"fraction": ours.plan.share.fraction, "why": ours.plan.share.why}
     wait_for_all(sweep.ready)
     with alone(sweep.lock):
         engine.warm_up()

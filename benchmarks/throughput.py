@@ -58,7 +58,13 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--ratio", type=float, default=0.25)
     parser.add_argument("--draft-length", type=int, default=25)
     parser.add_argument("--arena-fraction", type=float, default=0.5)
-    parser.add_argument("--auto-arena-fraction", type=float, help="of mode auto (default: the same)")
+    parser.add_argument(
+        "--auto-arena-fraction",
+        type=share,
+        default="auto",
+        help="of mode auto (default: auto, what the engine chooses)",
+    )
+    parser.add_argument("--expected-context", type=int, help="setting of mode auto (default: not set)")
     parser.add_argument("--auto-page-format", default="plain", help="of mode auto")
     parser.add_argument("--page-tokens", type=int, default=32)
     parser.add_argument("--page-format", default="turboquant4", help='of the variant "packed"')
@@ -72,6 +78,10 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--render", type=Path, metavar="FILE", help="only make table and plot of this JSON")
     return parser
+
+
+def share(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 def arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -149,11 +159,12 @@ def job(args: argparse.Namespace, variant: str, texts: list[list[int]], lock: st
 def adaptive(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     """As a user gets it: window, cap of verify tokens and draft policy are left at their defaults."""
     auto = variant == "auto"
-    fraction = args.auto_arena_fraction if auto and args.auto_arena_fraction else args.arena_fraction
     return {
         "mode": "auto" if auto else "draft", "shared_verifies": "off" if variant == "unshared" else "on",
         "min_prompt_tokens": min(1024, args.prompt_tokens), "compressor": args.compressor, "counts": args.counts,
-        "ratio": args.ratio, "draft_length": args.draft_length, "arena_fraction": fraction,
+        "ratio": args.ratio, "draft_length": args.draft_length,
+        "arena_fraction": args.auto_arena_fraction if auto else args.arena_fraction,
+        "expected_context": args.expected_context if auto else None,
         "page_tokens": args.page_tokens, "page_format": args.auto_page_format if auto else "plain",
         "host_memory_gib": args.host_gib, "trace_iterations": 0,
     }  # fmt: skip

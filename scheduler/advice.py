@@ -11,6 +11,7 @@ from scheduler.byte_model import Load, Machine, Prediction, Rounds
 from scheduler.residency import Mix, Pace
 
 RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
+TRIED = 500  # numbers of drafting rows that are compared
 DRAFTS = (4, 8, 12, 16, 20, 25, 32, 40, 50, 62)  # 62: the most that the default window holds
 ARENAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7)
 WORTH = 1.05  # times plain vLLM's rate: less is within the model's error
@@ -20,7 +21,8 @@ WORTH = 1.05  # times plain vLLM's rate: less is within the model's error
 class Workload:
     """``weights`` and one request's ``full`` KV, in bytes; of it ``packed`` is what kept tokens take (1: the model's
     dtype), and ``tail`` bytes follow the compressed context uncompressed. ``batch`` requests are there at a time; None:
-    as many as fit and make the engine faster."""
+    as many as fit and make the engine faster. ``reserve``: bytes of the arena that are set aside for a request beyond
+    what it keeps on average; ``drafting``: how many can draft at a time, whose full KV host memory must hold."""
 
     weights: float
     full: float
@@ -28,6 +30,8 @@ class Workload:
     packed: float = 1.0
     tail: float = 0.0
     batch: int | None = None
+    reserve: float = 0.0
+    drafting: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.packed <= 1 or not 0 <= self.tail < self.full or (self.batch is not None and self.batch < 1):
@@ -41,6 +45,9 @@ class Workload:
 
     def rows(self, room: int) -> int:
         return room if self.batch is None else min(room, self.batch)
+
+    def drafters(self, room: int) -> int:
+        return room if self.drafting is None else min(room, self.drafting)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,8 @@ def elastic(machine: Machine, work: Workload, ratio: float, drafts: int, arena: 
     best: Prediction | None = None
     most, alone = work.rows(int(room / load.kept)), int((1 - arena) * room / load.full)
     # While all fit as plain rows, nobody drafts.
-    for drafting in range(1 + (min(most, int(arena * room / load.kept)) if alone < most else 0)):
+    slots = min(most, work.drafters(int(arena * room / (load.kept + work.reserve)))) if alone < most else 0
+    for drafting in range(0, slots + 1, 1 + slots // TRIED):
         contexts = 1 + math.ceil(drafting / drafts) if drafting else 0
         plain = int(((1 - arena) * room - contexts * load.full) / load.full)
         if plain < 0:
@@ -111,15 +119,6 @@ def elastic(machine: Machine, work: Workload, ratio: float, drafts: int, arena: 
                 plain + drafting, rate, max(gpu, moved / machine.link), gpu, moved / machine.link, contexts
             )
     return best
-
-
-def best_arena(machine: Machine, work: Workload, ratio: float, drafts: int) -> tuple[float, Prediction]:
-    """The share of the memory beside the weights that makes mode auto fastest under load; 0, and plain vLLM, where none
-    beats it."""
-    base = baseline(machine, work)
-    found = [(share, elastic(machine, work, ratio, drafts, share)) for share in ARENAS]
-    better = [(share, p) for share, p in found if p is not None and p.tokens_per_s >= WORTH * base.tokens_per_s]
-    return max(better, key=lambda one: one[1].tokens_per_s, default=(0.0, base))
 
 
 def recommend(

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -92,7 +92,17 @@ class VeriCacheConfig(BaseModel):
     measured_share: float = Field(
         0.01, ge=0, le=1, description="certified decode: share of layers whose true error is measured, at every token"
     )
-    arena_fraction: float = Field(0.5, gt=0, lt=1, description="share of the KV memory budget given to the draft arena")
+    arena_fraction: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        "auto",
+        description="share of the KV memory budget given to the draft arena; auto: what the byte model finds best at "
+        "start, none where mode auto would not gain by it; 0: no request drafts",
+    )
+    expected_context: int | None = Field(
+        None, ge=1, description="arena_fraction auto: tokens of a usual request; half of max_model_len if not given"
+    )
+    hbm_bytes_per_second: float | None = Field(
+        None, gt=0, description="arena_fraction auto: fix the device memory's bandwidth instead of measuring it"
+    )
     page_tokens: int = Field(32, ge=1, description="tokens in one head page of the arena")
     page_format: Literal[
         "plain", "turboquant4", "turboquant3", "turboquant2", "kivi4", "kivi2", "rotatekv4", "rotatekv2",
@@ -152,6 +162,12 @@ class VeriCacheConfig(BaseModel):
                 f"layer_bits is given and page_format is {self.page_format}, which has one width; set page_format to "
                 f"turboquant_mixed, or leave layer_bits out"
             )
+        if self.arena_fraction == 0 and (self.mode == "draft" or "epsilon" in self.request_options):
+            asks = "mode is draft" if self.mode == "draft" else "request_options names epsilon"
+            raise ValueError(
+                f"arena_fraction is 0, so there is no memory to draft in, and {asks}; leave arena_fraction out or "
+                f"give a share, or change that"
+            )
         if self.draft_length > self.window - 2:
             raise ValueError(
                 f"draft_length is {self.draft_length}, but a window of {self.window} iterations holds at most "
@@ -177,6 +193,17 @@ class VeriCacheConfig(BaseModel):
     def of(cls, additional_config: Mapping[str, Any] | None) -> "VeriCacheConfig":
         """The settings that travel in vLLM's ``additional_config``; the defaults when there are none."""
         return cls(**(additional_config or {}).get(KEY, {}))
+
+    @property
+    def needs_arena(self) -> str | None:
+        """What asks for an arena even where drafting is slower than plain vLLM, in words. A client's mode draft alone
+        does not: every server allows it by default, and it is served by a plain row where there is no arena."""
+        if self.mode == "draft":
+            return "mode is draft"
+        usual = type(self).model_fields["request_options"].default
+        if self.mode != "off" and (more := [name for name in self.request_options if name not in usual]):
+            return f"request_options names {', '.join(more)}"
+        return None
 
     @property
     def method(self) -> MethodSpec:

@@ -76,6 +76,7 @@ class Harness(LiveEngine):
         assert coordinator.reserved.arena.used == 0
         assert not any(coordinator.planner.rings.link.cells)
         assert not any(coordinator.planner.rings.pages.cells)
-        assert not self.worker.arena.slots
-        assert len(self.worker.arena.pool.free) == self.worker.arena.pool.data.shape[0]
+        if self.worker is not None:  # without an arena there is none
+            assert not self.worker.arena.slots
+            assert len(self.worker.arena.pool.free) == self.worker.arena.pool.data.shape[0]
         assert not self.runner.requests

@@ -55,6 +55,8 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "iteration_seconds": 0.25,
         "link_bytes_per_second": 2.5e10,
         "arena_fraction": 0.25,
+        "expected_context": 8000,
+        "hbm_bytes_per_second": 4.2e12,
         "host_memory_gib": 1.5,
         "ratio": 0.75,
         "ratio_limit": 0.5,
@@ -93,6 +95,17 @@ def test_widths_that_do_not_exist_are_refused(bits: Any) -> None:
 def test_widths_of_layers_are_refused_where_there_is_one_width() -> None:
     with pytest.raises(ConfigError, match="layer_bits is given and page_format is turboquant4, which has one width"):
         load({"layer_bits": [[4, 2]], "page_format": "turboquant4"}, {})
+
+
+@pytest.mark.parametrize("beside", [{"mode": "draft"}, {"request_options": ["mode", "epsilon"]}])
+def test_without_an_arena_nothing_can_draft(beside: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="arena_fraction is 0, so there is no memory to draft in, and"):
+        load({"arena_fraction": 0, **beside}, {})
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_without_an_arena_every_request_is_a_plain_row(mode: str) -> None:
+    assert load({"arena_fraction": 0, "mode": mode}, {}).arena_fraction == 0
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
@@ -216,6 +229,10 @@ def test_an_unknown_name_in_a_weaker_source_is_not_hidden_by_a_stronger_one(tmp_
         ("compressor_options", 3),
         ("compressor_options", {"chunk": "long"}),
         ("arena_fraction", 1),
+        ("arena_fraction", -0.1),
+        ("arena_fraction", "much"),
+        ("expected_context", 0),
+        ("hbm_bytes_per_second", 0),
         ("page_tokens", 0),
         ("tail_tokens", -1),
         ("host_memory_gib", 0),

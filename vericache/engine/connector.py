@@ -2,10 +2,12 @@
 
 Relies on ``KVConnectorBase_V1``: ``build_connector_meta`` (called for every step, empty ones included),
 ``start_load_kv`` (before the forward when ``has_sync_kv_loads`` is set), ``wait_for_save``,
-``build_connector_worker_meta`` / ``update_connector_output``, ``request_finished``.
+``build_connector_worker_meta`` / ``update_connector_output``, ``request_finished``; and on the handshake of workers and
+scheduler, which the engine makes once, after it has built the scheduler and before the first request.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
@@ -25,10 +28,18 @@ from vllm.v1.request import Request
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.metrics import PromMetrics, Stats
 from vericache.engine.ops import StepMetadata, StepReport
+from vericache.engine.share import Chosen
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+
+@dataclass(frozen=True)
+class ArenaShare(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler once, at start."""
+
+    chosen: Chosen
 
 
 class VeriCacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -37,10 +48,14 @@ class VeriCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.worker: KVWorker | None = None  # set by the VeriCache worker once KV caches exist (None in mode off)
+        # Both set by the VeriCache worker once KV caches exist; there is no KVWorker where there is no arena.
+        self.worker: KVWorker | None = None
+        self.share: ArenaShare | None = None
         self._staged = StepMetadata()
         self._summaries: dict[str, dict[str, Any]] = {}
-        self.telemetry: Callable[[], Stats | None] | None = None  # set by the scheduler
+        # Both set by the scheduler.
+        self.telemetry: Callable[[], Stats | None] | None = None
+        self.begin: Callable[[Chosen], None] | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -48,6 +63,13 @@ class VeriCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # -- scheduler role --------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """By rank. All have come to the same share (``DraftWorker._least``)."""
+        told = {each.chosen for each in metadata.values() if isinstance(each, ArenaShare)}
+        assert len(told) == 1, f"workers disagree on the arena's share: {told}"
+        assert self.begin is not None
+        self.begin(told.pop())
 
     def stage(self, metadata: StepMetadata) -> None:
         self._staged = metadata
@@ -90,6 +112,9 @@ class VeriCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker role -----------------------------------------------------------------------------------
 
+    def get_handshake_metadata(self) -> ArenaShare | None:
+        return self.share
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         if self.worker is not None:
             self.worker.run_before(self._metadata())
@@ -120,7 +145,7 @@ def report_of(output: KVConnectorOutput | None) -> StepReport:
 
 
 def kv_worker() -> KVWorker | None:
-    """This process's worker; None in mode off and outside an engine."""
+    """This process's worker; None without an arena and outside an engine."""
     if not has_kv_transfer_group():
         return None
     connector: Any = get_kv_transfer_group()

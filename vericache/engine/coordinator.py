@@ -23,7 +23,7 @@ from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.demotion import Demotion
 from vericache.engine.detached import Detached
 from vericache.engine.elastic import Elastic
-from vericache.engine.eligibility import Reason, end_tokens, resident_reason
+from vericache.engine.eligibility import NO_ARENA, Reason, end_tokens, resident_reason
 from vericache.engine.grammar import Grammars
 from vericache.engine.losses import without_copy
 from vericache.engine.needs import RoundNeeds
@@ -90,6 +90,8 @@ class Coordinator:
             return Reason("bad_option", str(error))
         if self.settings.mode == "off" or asked.off:
             return Reason("off", "mode is off")
+        if not self.plan.drafts:
+            return NO_ARENA
         past = self.past.get(request.request_id)
         if past is not None and past.recoveries > self.settings.max_recoveries:
             return Reason("failures", f"demotion or reload failed {past.recoveries} times")

@@ -14,6 +14,7 @@ class Reason(NamedTuple):
 
 ROOM = Reason("room", "the KV pool had room for it")
 NO_PAY = Reason("no_pay", "drafting would not have paid: the link, or its share of right drafts, was too low")
+NO_ARENA = Reason("no_arena", "there is no memory to draft in: drafting would not pay here, or arena_fraction is 0")
 POOLS_FULL = Reason("pools_full", "the draft arena, the host store or the KV pool was full")
 
 

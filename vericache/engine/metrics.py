@@ -25,8 +25,8 @@ PROMOTIONS = (
     "room", "scoring_too_long", "tail_full", "write_back_failed",
 )  # fmt: skip
 FALLBACKS = (
-    "bad_option", "failures", "method", "no_pay", "off", "pools_full", "room", "short_output", "short_prompt",
-    "unsupported",
+    "bad_option", "failures", "method", "no_arena", "no_pay", "off", "pools_full", "room", "short_output",
+    "short_prompt", "unsupported",
 )  # fmt: skip
 
 
@@ -126,6 +126,10 @@ class Telemetry:
         for name, values in (("certificate", found.certificates), ("certified_error", found.measured)):
             for value in values:
                 self.sample(f"vericache_{name}", value)
+
+    @property
+    def empty(self) -> bool:
+        return not self._counts and not self._samples
 
     def take(self, gauges: dict[str, dict[str, float]], status: dict[str, Any] | None = None) -> "Stats":
         counts = {name: dict(values) for name, values in self._counts.items()}

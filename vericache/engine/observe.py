@@ -93,10 +93,13 @@ def step_stats(coordinator: "Coordinator", wanted: bool) -> Stats | None:
     if not wanted:
         stats.telemetry.clear()
         return None
-    state, status = gauges(coordinator), None
     at_rest = not coordinator.records and coordinator.reserved.nothing_held
     # The page must not go on showing the last request as running when no further step follows.
-    if now - stats.snapshot_at >= SNAPSHOT_SECONDS or (at_rest and not stats.snapshot_at_rest):
+    due = now - stats.snapshot_at >= SNAPSHOT_SECONDS or (at_rest and not stats.snapshot_at_rest)
+    if not coordinator.plan.drafts and not due and stats.telemetry.empty:
+        return None  # without an arena no gauge changes
+    state, status = gauges(coordinator), None
+    if due:
         stats.snapshot_at, stats.snapshot_at_rest = now, at_rest
         status = {**snapshot(coordinator), "gauges": state}
     return stats.telemetry.take(state, status)
@@ -144,6 +147,7 @@ def snapshot(coordinator: "Coordinator") -> dict[str, Any]:
     return {
         "iteration": coordinator.stats.iterations,
         "settings": {**coordinator.settings.model_dump(mode="json"), "counts": coordinator.settings.method.counts},
+        "arena": {"fraction": coordinator.plan.share.fraction, "why": coordinator.plan.share.why},
         "link_ring": [round(ns / throughput.iteration_ns, 4) for ns in planner.rings.link.cells],
         "page_ring": list(planner.rings.pages.cells),
         "moved_bytes": dict(coordinator.stats.moved),

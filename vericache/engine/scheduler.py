@@ -39,6 +39,7 @@ from vericache.engine.observe import step_stats
 from vericache.engine.ops import StepMetadata
 from vericache.engine.plan import Bounds, StepPlan
 from vericache.engine.settings import MemoryPlan, settings_of
+from vericache.engine.share import Chosen
 from vericache.engine.support import check_pool, check_supported
 from vericache.engine.texts import probe_texts
 
@@ -56,12 +57,24 @@ class VeriCacheScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         check_supported(self.vllm_config)
         assert isinstance(self.connector, VeriCacheConnector)
+        self.connector.begin = self._begin
+        self._plan = StepPlan()
+        self._in_flight: deque[StepPlan] = deque()
+        self._busy = False
+        self._starting = 0  # waiting requests that this step may admit
+        # Requests without a seed get one, in arrival order: vLLM's own --seed makes them reproducible.
+        self._seeds = random.Random(self.vllm_config.model_config.seed)
+
+    def _begin(self, share: Chosen) -> None:
+        """The rest of the construction, which needs the arena's ``share``: the workers tell it after ``__init__`` and
+        before the first request."""
+        assert isinstance(self.connector, VeriCacheConnector)
         settings = settings_of(self.vllm_config)
-        plan = MemoryPlan.of(self.vllm_config, self.kv_cache_config)
+        plan = MemoryPlan.of(self.vllm_config, self.kv_cache_config, share)
         v2 = self.use_v2_model_runner
         # On the V2 runner a detached request keeps its row state, so scoring rows need one that no request takes.
         scoring_rows = 1 if v2 else self.max_num_active_reqs
-        self._seats = self.max_num_active_reqs - (scoring_rows if v2 and settings.mode != "off" else 0)
+        self._seats = self.max_num_active_reqs - (scoring_rows if v2 and plan.drafts else 0)
         bounds = Bounds(
             self.max_model_len,
             self._seats,
@@ -70,7 +83,7 @@ class VeriCacheScheduler(AsyncScheduler):
             scoring_rows,
             own_rows=v2,
         )
-        if settings.mode != "off":
+        if plan.drafts:
             check_pool(settings, plan, bounds)
         texts = probe_texts(self.vllm_config.model_config, settings)
         rows_at_once = self.max_num_running_reqs + settings.verify_tokens
@@ -78,12 +91,6 @@ class VeriCacheScheduler(AsyncScheduler):
         blocks = DeviceBlocks(self.kv_cache_manager)
         self.coordinator = Coordinator(settings, plan, blocks, bounds, texts, self.grammars)
         self.connector.telemetry = partial(step_stats, self.coordinator, self.log_stats)
-        self._plan = StepPlan()
-        self._in_flight: deque[StepPlan] = deque()
-        self._busy = False
-        self._starting = 0  # waiting requests that this step may admit
-        # Requests without a seed get one, in arrival order: vLLM's own --seed makes them reproducible.
-        self._seeds = random.Random(self.vllm_config.model_config.seed)
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -143,7 +150,11 @@ class VeriCacheScheduler(AsyncScheduler):
 
     def _make_plan(self) -> StepPlan:
         taken = len(self.running) + self.num_waiting_for_streaming_input + len(self.coordinator.records)
-        seats = min(MOST_STARTS, max(0, self._seats - taken))
+        seats = max(0, self._seats - taken)
+        if not self.coordinator.plan.drafts:  # all rows are vLLM's, which decides alone
+            self._starting = seats
+            return StepPlan()
+        seats = min(MOST_STARTS, seats)
         waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), seats))
         # Everything known so far is scheduled: the next row would be a decode row.
         ready = (r for r in self.running if not r.is_prefill_chunk and r.num_computed_tokens >= r.num_prompt_tokens)

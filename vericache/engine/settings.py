@@ -1,6 +1,7 @@
 """The configuration as scheduler and workers see it, and the memory plan both derive from it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
@@ -8,12 +9,26 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from vericache.config import VeriCacheConfig
 from vericache.draft.formats import PageFormat, page_format
+from vericache.engine.share import ON_CPU, Chosen
 from vericache.errors import ConfigError, UnsupportedError
 
 
 def settings_of(vllm_config: VllmConfig) -> VeriCacheConfig:
     """The VeriCache configuration of an engine."""
     return VeriCacheConfig.of(vllm_config.additional_config)
+
+
+def pages_of(settings: VeriCacheConfig, spec: FullAttentionSpec) -> PageFormat:
+    """The arena's pages for layers like this one."""
+    return page_format(settings.page_format, settings.page_tokens, spec.head_size, spec.dtype, settings.layer_bits)
+
+
+def sizes(settings: VeriCacheConfig, specs: Sequence[FullAttentionSpec]) -> tuple[float, float]:
+    """Bytes of one token's KV in layers like these, and what the arena takes of it for a kept token."""
+    token = sum(spec.page_size_bytes / spec.block_size for spec in specs)
+    pages = pages_of(settings, specs[0])
+    packed = sum(spec.num_kv_heads for spec in specs) * pages.page_bytes / pages.page_tokens
+    return token, min(1.0, packed / token)
 
 
 @dataclass(frozen=True)
@@ -28,10 +43,14 @@ class MemoryPlan:
     page_format: PageFormat  # of the arena's head pages
     arena_pages: int
     host_pages: int
+    share: Chosen = ON_CPU  # how arena_pages came about
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "MemoryPlan":
-        """Raises UnsupportedError for anything but one group of full-attention layers."""
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, share: Chosen) -> "MemoryPlan":
+        """``share`` of the KV memory is the arena; with 0 there is no host store either.
+
+        Raises UnsupportedError for anything but one group of full-attention layers.
+        """
         settings = settings_of(vllm_config)
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1 or not isinstance(spec := groups[0].kv_cache_spec, FullAttentionSpec):
@@ -42,11 +61,13 @@ class MemoryPlan:
             )
         layers = len(groups[0].layer_names)
         block_bytes = layers * spec.page_size_bytes
-        pages = page_format(settings.page_format, settings.page_tokens, spec.head_size, spec.dtype, settings.layer_bits)
-        fraction = settings.arena_fraction
+        pages = pages_of(settings, spec)
+        fraction = share.fraction
         arena_bytes = kv_cache_config.num_blocks * block_bytes * fraction / (1 - fraction)
         host_pages = int(settings.host_memory_gib * 2**30) // block_bytes
-        if host_pages < 1:
+        if not fraction:
+            host_pages = 0
+        elif host_pages < 1:
             raise ConfigError(
                 f"host_memory_gib {settings.host_memory_gib} holds no page: one block of all layers is "
                 f"{block_bytes / 2**20:.1f} MiB; raise host_memory_gib"
@@ -60,7 +81,13 @@ class MemoryPlan:
             pages,
             math.floor(arena_bytes) // pages.page_bytes,
             host_pages,
+            share,
         )
+
+    @property
+    def drafts(self) -> bool:
+        """There is an arena. Without one every request is a plain row, and nothing of ours runs in a step."""
+        return self.arena_pages > 0
 
     @property
     def packed_share(self) -> float:

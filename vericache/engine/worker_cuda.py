@@ -11,6 +11,7 @@ from vericache.engine.runner_v2 import with_draft_rows
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.worker import DraftWorker
 from vericache.errors import UnsupportedError
+from vericache.store.bandwidth import measured
 from vericache.store.cuda import CudaCopyEngine
 from vericache.store.host import HostStore
 from vericache.store.transfer import CopyEngine
@@ -28,6 +29,9 @@ class VeriCacheGPUWorker(DraftWorker, Worker):
             )
         backend_cuda.register()
         with_draft_rows(self.model_runner)
+
+    def _bandwidths(self) -> tuple[float, float]:
+        return measured(self.device)
 
     def _copies(self, caches: list[Tensor], store: HostStore) -> CopyEngine:
         return CudaCopyEngine(caches, store)

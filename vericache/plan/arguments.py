@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from scheduler.acceptance import USUAL
 from scheduler.byte_model import Machine
 from vericache.errors import ConfigError
 from vericache.plan.geometry import Geometry
 from vericache.plan.gpus import GPUS
 
-SHARE, SHARE_DRAFTS, SHARE_RATIO = 0.64, 25, 0.25  # KVzip per head on the bundled model: docs/results/acceptance.md
+SHARE, SHARE_DRAFTS, SHARE_RATIO = USUAL.share, USUAL.drafts, USUAL.ratio
 
 
 def add_model(group: argparse._ArgumentGroup) -> None:

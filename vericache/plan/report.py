@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler import byte_model as model
-from scheduler.advice import Choice, Workload, best_arena, modes, recommend
+from scheduler.advice import Choice, Workload, elastic, modes, recommend
+from scheduler.arena import auto_share
 from scheduler.byte_model import Machine, Prediction, Rounds
 from scheduler.remote_model import Remote, remote
 from vericache.config import VeriCacheConfig
@@ -73,14 +74,17 @@ def _staggered(question: Question, found: Prediction | None, base: Prediction) -
 
 
 def _auto(question: Question, base: Prediction) -> dict[str, Any]:
-    """Mode auto under load, with the arena that is best for it; none where it should be off."""
-    arena, found = best_arena(question.machine, question.work, question.ratio, question.drafts)
+    """Mode auto under load, with the arena that an engine would choose; none where it should be off."""
+    machine, work, ratio, x = question.machine, question.work, question.ratio, question.drafts
+    share = auto_share(machine, work, ratio, x)
+    found = (elastic(machine, work, ratio, x, share.fraction) if share.fraction else None) or base
     return {
-        "arena_fraction": arena,
+        "arena_fraction": share.fraction,
+        "worst_speedup": share.worst,
         "rows": found.rows,
         "tokens_per_s": found.tokens_per_s,
         "speedup": found.tokens_per_s / base.tokens_per_s,
-        "settings": {"mode": "auto", "arena_fraction": arena} if arena else {"mode": "off"},
+        "settings": {"mode": "auto", "arena_fraction": share.fraction} if share.fraction else {"mode": "off"},
     }
 
 

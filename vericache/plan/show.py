@@ -40,6 +40,8 @@ def show(found: dict[str, Any], console: Console) -> None:
             f"{auto['arena_fraction']:g}, plain vLLM until memory is short",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    else:
+        console.print("mode auto    plain vLLM: it gains by no arena, or not at every load", highlight=False)
     console.print(_advice(found["recommended"]), highlight=False, soft_wrap=True)
     if "remote" in found:
         console.print(_remote(found["remote"]), highlight=False, soft_wrap=True)

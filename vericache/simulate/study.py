@@ -9,8 +9,8 @@ from statistics import mean
 from typing import Any
 
 from scheduler.acceptance import Acceptance, accepted
-from scheduler.advice import Workload, best_arena
-from scheduler.byte_model import room_staggered
+from scheduler.advice import Workload
+from scheduler.arena import auto_share, draft_share
 from scheduler.simulated import Setup, Tally
 from scheduler.simulator import Engine
 from scheduler.workload import Job, Shape, poisson
@@ -136,20 +136,19 @@ def variants(setup: Setup, ablations: bool) -> Iterator[tuple[str, Setup]]:
 
 
 def with_arena(setup: Setup, shape: Shape) -> Setup:
-    """With the arena that is best for the mode by the byte model: none for auto where drafting never pays; where all
-    requests draft, one for as many as memory holds."""
+    """With the arena that an engine of this mode would choose (arena_fraction auto) if it knew the load: none for auto
+    where drafting does not pay; where all requests draft, one for as many as memory holds."""
     tail = setup.token * shape.output / 2
+    # A slot is reserved for its longest tail.
+    held = setup.token * (min(setup.tail_tokens, shape.output) + setup.window)
     seen = Acceptance(accepted(shape.chance, setup.draft_length) / setup.draft_length, setup.draft_length, setup.ratio)
-    work = Workload(setup.weights, setup.token * shape.prompt + tail, seen, setup.packed, tail)
+    full = setup.token * shape.prompt + tail
+    work = Workload(setup.weights, full, seen, setup.packed, tail, reserve=held - tail)
     if setup.mode == "auto":
-        return replace(setup, arena=best_arena(setup.machine, work, setup.ratio, setup.draft_length)[0])
-    load = work.load(setup.ratio)
-    held = setup.token * (
-        min(setup.tail_tokens, shape.output) + setup.window
-    )  # a slot is reserved for its longest tail
-    rows = room_staggered(setup.machine, load, setup.draft_length)
-    share = rows * (load.kept - tail + held) / (setup.machine.memory - setup.weights)
-    return replace(setup, arena=min(0.7, share))
+        share = auto_share(setup.machine, work, setup.ratio, setup.draft_length).fraction
+    else:
+        share = draft_share(setup.machine, work, setup.ratio, setup.draft_length)
+    return replace(setup, arena=share)
 
 
 def arrivals(shape: Shape, rate: float, seconds: float, seed: int) -> list[Job]:

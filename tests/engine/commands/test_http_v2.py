@@ -39,6 +39,7 @@ FLAGS = {
     "--vericache-verify-tokens": 20,
     "--vericache-page-tokens": 16,
     "--vericache-host-memory-gib": 0.1,
+    "--vericache-arena-fraction": 0.5,  # also on a GPU, whose bandwidths say nothing of so small a model
 }
 REQUESTS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},

@@ -35,6 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from vericache.engine.rotary import shared_rotary
 from vericache.engine.sampling import PLACEHOLDER
@@ -156,6 +157,21 @@ def test_the_cpu_runner_is_a_gpu_runner() -> None:
     assert issubclass(CPUModelRunner, GPUModelRunner)
     assert "_prepare_inputs" not in CPUModelRunner.__dict__
     assert "_sample" not in CPUModelRunner.__dict__
+
+
+def test_workers_tell_the_scheduler_their_arena_before_any_request() -> None:
+    """Memory is divided, the scheduler built, the handshake made, in this order; the worker asks its connector."""
+    text = source(EngineCore.__init__)
+    order = (
+        "_initialize_kv_caches(",
+        "Scheduler(",
+        "get_kv_connector_handshake_metadata",
+        "set_xfer_handshake_metadata",
+    )
+    places = [text.index(each) for each in order]
+    assert places == sorted(places)
+    assert "connector.get_handshake_metadata()" in source(Worker.get_kv_connector_handshake_metadata)
+    assert "self.set_xfer_handshake_metadata(" in source(KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware)
 
 
 def test_empty_steps_reach_the_connector() -> None:

@@ -48,8 +48,8 @@ class V2Engine(LiveEngine):
         assert reserved.host.free == reserved.host.size
         assert reserved.slots.free == reserved.slots.size
         assert reserved.arena.used == 0
-        assert not self.worker.arena.slots
-        assert not self.worker._loads
+        assert self.worker is None or not self.worker.arena.slots
+        assert self.worker is None or not self.worker._loads
         assert not self.runner.req_states.req_id_to_index
 
 
