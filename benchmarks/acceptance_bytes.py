@@ -129,7 +129,7 @@ def write(lines: Sequence[dict[str, Any]], args: argparse.Namespace, context: fl
         "",
         f"`python -m benchmarks.acceptance_bytes`, {found['date']}, {found['machine']}.",
         f"SmolLM2-135M-Instruct, float32, greedy, {len(lines[0]['prompts'])} prompts of {found['context']} tokens on "
-        f"average, {args.tokens} output tokens each, x = {args.draft_length}. Kept by the engine, rounds predicted",
+        f"average, {args.tokens} output tokens each, x = {args.draft_length}. Rounds are predicted from what is kept",
         "(tests hold the engine to that); full rounds over prompts whose output does not loop. Size: bytes over full",
         "KV in bfloat16, of",
         f"the compressed context. Behind it are uncompressed the last {RECENT} to {RECENT + PAGE - 1} verified tokens "

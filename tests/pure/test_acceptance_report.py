@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.acceptance import arguments
+from benchmarks.acceptance import arguments, merged
 from benchmarks.acceptance_engine import distinct_4_grams
 from benchmarks.acceptance_grid import FULL, Cell, Method, Results, grid, registered
 from benchmarks.acceptance_report import Report, collapse, shown, summed
@@ -135,3 +135,37 @@ def test_numbers() -> None:
     assert shown(4.04, 8, best=True) == "**4.0 (50%)**"
     assert distinct_4_grams([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
     assert distinct_4_grams([1]) == 0
+
+
+def test_parts_of_a_grid_are_all_of_it_and_share_no_compressor() -> None:
+    every = arguments([]).methods
+    parts = [arguments(["--part", f"{i}/3"]).methods for i in range(3)]
+    assert sorted((m for part in parts for m in part), key=every.index) == every
+    assert sum(len({m.compressor for m in part}) for part in parts) == len({m.compressor for m in every})
+    with pytest.raises(SystemExit):
+        arguments(["--part", "3/3"])
+
+
+def test_merged_parts_keep_what_an_engine_measured_beside_theirs(tmp_path: Path) -> None:
+    kvzip, other = Method.parse("kvzip"), Method.parse("random:uniform")
+    files = [tmp_path / name for name in ("engine.json", "one.json", "two.json")]
+    engine = results(files[0], machine="a CPU", engine=True)
+    engine.cells = {c["key"]: c for c in (cell(FULL, 1.0, 25), cell(kvzip, 0.25, 20))}
+    engine.save(RUN)
+    for file, method in zip(files[1:], (kvzip, other), strict=True):
+        part = results(file, machine="a GPU", engine=False)
+        found = cell(method, 0.25, 18)
+        del found["scoring_ms"]
+        part.cells = {found["key"]: found}
+        part.save({k: v for k, v in RUN.items() if k != "prefill_ms"})
+    report = merged(files, tmp_path)
+    assert report.accepted("kvzip per_head", 0.25, 0.0, 25) == 18
+    text = report.markdown()
+    assert "a GPU" in text.splitlines()[2]
+    assert "| kvzip per_head | 10 | 0.20 |" in text  # what scoring took in the engine
+    assert "| 25 | 1 | 1 of 2 |" in text  # cells measured twice; prompts that agree
+    assert "- | - |" in next(line for line in text.splitlines() if line.startswith("| random uniform | -"))
+    found, content = Results(tmp_path / "x.json", {}, keep=False), json.loads(files[0].read_text())
+    found.add(content)
+    with pytest.raises(ValueError, match="different model"):
+        found.add({**content, "model": "other"})

@@ -12,7 +12,7 @@ def measured(device: torch.device) -> tuple[float, float]:
     """Bytes per second that the memory reads and writes together, and that reloads bring over the link."""
     source = torch.empty(_MEMORY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = 2 * _MEMORY_BYTES / _seconds(target, source)
     link = SCATTERED * _LINK_BYTES / _seconds(target[:_LINK_BYTES], host)
     del source, target

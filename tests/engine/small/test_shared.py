@@ -47,7 +47,7 @@ def test_bytes_per_accepted_token_fall_with_the_number_of_sharers(
     """Over those of the same requests each with a reload of its own, since drafts are not equally good for all."""
     cost: dict[str, list[float]] = {"on": [], "off": []}
     for shared, found in cost.items():
-        for count in (1, 2, 4, 7):
+        for count in (1, 3, 7):
             engine.configure(**METHOD, shared_verifies=shared)
             before = engine.coordinator.stats.moved["Load"]
             outputs = engine.generate(asked[:count], GREEDY)
@@ -98,7 +98,14 @@ def test_full_kv_is_in_the_host_once(engine: Harness, asked: list[list[int]], ex
 
 @pytest.mark.parametrize(
     ("state", "victims"),
-    [("WAITING", 1), ("DRAFTING", 1), ("LOADING", 1), ("VERIFYING", 1), ("LOADING", 3), ("VERIFYING", 3)],
+    [
+        pytest.param("WAITING", 1, marks=pytest.mark.slow),
+        pytest.param("DRAFTING", 1, marks=pytest.mark.slow),
+        ("LOADING", 1),
+        pytest.param("VERIFYING", 1, marks=pytest.mark.slow),
+        pytest.param("LOADING", 3, marks=pytest.mark.slow),
+        ("VERIFYING", 3),
+    ],
 )
 def test_abort_of_a_sharer(
     engine: Harness, asked: list[list[int]], expected: list[list[int]], state: str, victims: int
@@ -122,7 +129,15 @@ def test_abort_of_a_sharer(
             assert list(done[str(i)].outputs[0].token_ids) == expected[i]
 
 
-@pytest.mark.parametrize(("failing", "ahead"), [(1, False), (1, True), (2, True), (5, True)])
+@pytest.mark.parametrize(
+    ("failing", "ahead"),
+    [
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (1, True),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(5, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_reload_that_fails_fails_for_all_who_share_it(
     engine: Harness, asked: list[list[int]], expected: list[list[int]], failing: int, ahead: bool
 ) -> None:
@@ -139,7 +154,7 @@ def test_a_reload_that_fails_fails_for_all_who_share_it(
         assert sum(recovered) > 1
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_copy_that_fails_fails_for_all_who_rely_on_it(
     engine: Harness, asked: list[list[int]], expected: list[list[int]], ahead: bool
 ) -> None:
@@ -163,6 +178,7 @@ def test_one_comes_later_and_one_is_much_shorter(
     assert [list(done[str(i)].outputs[0].token_ids) for i in range(3)] == [expected[0], expected[1][:9], expected[2]]
 
 
+@pytest.mark.slow
 def test_lock_step(engine: Harness, asked: list[list[int]], expected: list[list[int]]) -> None:
     engine.configure(**SLOW, policy="lockstep")
     outputs = engine.generate(asked[:5], GREEDY)
