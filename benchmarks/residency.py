@@ -43,7 +43,7 @@ def victims(count: int, rng: random.Random) -> float:
         for i in range(count)
     ]
     short, mix, policy = rng.choice([20_000, 10**9]), Mix(plain=count), Residency(64)
-    return fastest(lambda: policy.victims(rows, short, lambda n, pages: pages, 1000, mix, PACE, joining=(1, 8000)))
+    return fastest(lambda: policy.victims(rows, short, lambda n, pages: pages, 1000, mix, PACE, joining=[8000] * 16))
 
 
 def admit(window: int, rng: random.Random) -> float:

@@ -5,7 +5,8 @@ fraction of it, yields a share of a token (``gain``) and needs the link. The lin
 only: whoever fits stays a plain row, and nobody is demoted unless the engine makes more tokens by it.
 """
 
-from collections.abc import Callable, Container, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
@@ -14,6 +15,8 @@ from scheduler.acceptance import accepted
 
 WORTH = 0.25  # of a plain row's tokens: what a demotion must add to be made
 ROUNDS = 4  # that must have gone before a request is judged by its own drafts
+SLACK = 2.5  # rounds do not begin evenly: with room for their mean alone most of them wait for pages
+AHEAD = 16  # demotions, and waiting requests, that a first demotion is judged by
 PATIENCE = 8  # iterations before the policy is asked again after it found nobody to demote
 
 
@@ -82,13 +85,13 @@ class Mix:
 
 
 def working_pages(largest: int, rows: float, drafts: int, reload: tuple[int, int, int], iteration_ns: int) -> int:
-    """Pages that the rounds of ``rows`` drafting requests hold on average as far as the link lets them, at least those
-    of the ``largest``. ``reload``: span, link time, and iterations that pages are held after the verify."""
+    """Pages for the rounds of ``rows`` drafting requests: ``SLACK`` of what they hold on average as far as the link lets
+    them, at least those of the ``largest``. ``reload``: span, link time, and iterations that pages are held after the verify."""
     span, link_ns, hold = reload
     by_link = iteration_ns / max(1, link_ns)
     # Rounds that begin in an iteration, each of which holds its pages for ``span + 1 + hold``.
     begin = min(rows / (drafts + 1), by_link)
-    return ceil(largest * max(1.0, begin * (span + 1 + hold)))
+    return ceil(largest * max(1.0, SLACK * begin * (span + 1 + hold)))
 
 
 @dataclass(frozen=True)
@@ -105,26 +108,39 @@ class Residency:
         now: int,
         mix: Mix,
         pace: Pace,
-        joining: tuple[int, int] = (0, 0),
+        joining: Sequence[int] = (),
         lost: tuple[int, int] = (0, 0),
+        most: int = AHEAD,
     ) -> list[Candidate]:
         """The plain rows to demote so that ``short`` pages more are there; none when they do not suffice or it does not
         pay. The longest context goes first, weighed with what it still yields: pages x gain.
 
         ``working(n, pages)``: pages more that rounds need when n rows join them, the largest of ``pages``.
-        ``joining``: plain rows, and their pages, that begin in the room made; ``lost``: those that would be preempted
-        without it.
+        ``joining``: pages of the requests that wait, the first of which begins in the room made (they are in
+        ``short``); ``lost``: plain rows, and their pages, that would be preempted without it.
+
+        The first demotions pay for the rounds' own pages and may gain nothing by themselves: they are judged by what
+        the engine makes after as many as let more of the waiting begin, at most ``most`` demotions.
         """
         able = [r for r in rows if r.left > 2 * (r.drafts + 1) and now - r.since >= self.dwell]
         able.sort(key=lambda r: r.pages * r.gain, reverse=True)
         freed = accumulate(r.pages for r in able)
         largest = accumulate((r.pages for r in able), max)
-        for count, (pages, most) in enumerate(zip(freed, largest, strict=True), start=1):
-            if pages >= short + working(count, most):
-                chosen = able[:count]
-                stays = mix.rows(-lost[0], -lost[1])
-                after = mix.rows(joining[0] - count, joining[1] - pages).drafting(chosen).rate(pace)
-                return chosen if after > stays.rate(pace) + WORTH * _row_rate(mix, pace) else []
+        enough = mix.rows(-lost[0], -lost[1]).rate(pace) + WORTH * _row_rate(mix, pace)
+        first, begin = 0, 0
+        for count, (pages, page_most) in enumerate(zip(freed, largest, strict=True), start=1):
+            if first and count > min(most, first + AHEAD):
+                break
+            room = pages - short - working(count, page_most)
+            if room < 0:
+                continue
+            joined = joining[: 1 + _fitting(joining[1:], room)]
+            if first and len(joined) == begin:
+                continue  # a demotion that lets nobody begin
+            first, begin = first or count, len(joined)
+            after = mix.rows(begin - count, sum(joined) - pages).drafting(able[:count])
+            if after.rate(pace) > enough:
+                return able[:first]
         return []
 
     def returning(
@@ -159,6 +175,11 @@ class Residency:
         what it yields, so only where it takes the link from others that use it far better."""
         without = mix.drafting([one], -1)
         return without.rate(pace) <= mix.rate(pace) + 0.5 * one.gain * _row_rate(mix, pace)
+
+
+def _fitting(pages: Sequence[int], room: int) -> int:
+    """How many of these, in their order, have room together."""
+    return bisect_right(list(accumulate(pages)), room)
 
 
 def _row_rate(mix: Mix, pace: Pace) -> float:

@@ -9,12 +9,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from scheduler.admission import Demand, Limits, LockStep, Prefix, Staggered, reload_span
 from scheduler.draft_length import POLICIES, Estimate, fair
 from scheduler.lifecycle import State
 from scheduler.planner import Planner
-from scheduler.residency import PATIENCE, Candidate, Mix, Pace, Residency, gain, working_pages
+from scheduler.residency import AHEAD, PATIENCE, Candidate, Mix, Pace, Residency, gain, working_pages
 from scheduler.simulated import PAGE, Row, Setup, Tally, distinct, letters, pages, sharers, transient
 from scheduler.throughput import Throughput
 from scheduler.workload import Job
@@ -341,10 +342,13 @@ class Engine:
             return []
         rows = {r.job.name: r for r in self.running}
         lost = (0, 0) if self._head else (1, self._soon(self.running[-1]))
+        joining = [self._soon(job) for job in islice(self.waiting, AHEAD)] if self._head else []
+        each = max(self._reserve(r) for r in self.running)
+        most = int((self.arena - sum(r.reserved for r in self.out.values())) / each)
         chosen = self.residency.victims(
             [self._candidate(r) for r in self.running], short,
             lambda more, most: self._working(len(self.out) + more, most * PAGE) - held, now, self._mix(), self._pace(),
-            joining=(1, self._head) if self._head else (0, 0), lost=lost,
+            joining=joining, lost=lost, most=most,
         )  # fmt: skip
         victims = [rows[c.request_id] for c in chosen]
         reserved = sum(r.reserved for r in self.out.values()) + sum(self._reserve(r) for r in victims)

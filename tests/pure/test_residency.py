@@ -28,7 +28,7 @@ def one_round(count: int, largest: int) -> int:
 
 def victims(found: list[Candidate], short: int, working=one_round, pace: Pace = PACE, **options: object) -> list[str]:  # type: ignore[no-untyped-def]
     mix = Mix(plain=len(found), pages=sum(r.pages for r in found))
-    options = {"joining": (1, 1000), **options}
+    options = {"joining": [1000], **options}
     return [c.request_id for c in POLICY.victims(found, short, working, NOW, mix, pace, **options)]  # type: ignore[arg-type]
 
 
@@ -64,7 +64,15 @@ def test_poor_drafts_demote_nobody() -> None:
 
 
 def test_instead_of_a_preemption_one_may_go_alone() -> None:
-    assert len(victims(rows(10), 500, none_working, joining=(0, 0), lost=(1, 1000))) == 1
+    assert len(victims(rows(10), 500, none_working, joining=[], lost=(1, 1000))) == 1
+
+
+def test_the_first_demotions_are_judged_by_those_that_follow() -> None:
+    """Three make room for one and a round, which gains less than it costs; more of them let as many begin."""
+    found, large = rows(12, gain=0.6), [1600] * 8
+    assert victims(found, 1600, joining=large[:1]) == []
+    assert len(victims(found, 1600, joining=large)) == 3
+    assert victims(found, 1600, joining=large, most=3) == [], "the arena holds no more"
 
 
 candidates = st.builds(
@@ -83,7 +91,7 @@ paces = st.builds(Pace, st.floats(1e-3, 0.1), st.floats(0, 1e-4), st.floats(1e-8
 @given(st.lists(candidates, max_size=20), st.integers(1, 8000), paces, st.integers(0, 4000))
 def test_a_demotion_makes_room_and_tokens(found: list[Candidate], short: int, pace: Pace, working: int) -> None:
     mix = Mix(plain=len(found), pages=sum(r.pages for r in found))
-    chosen = POLICY.victims(found, short, lambda n, _: working, NOW, mix, pace, joining=(1, short))
+    chosen = POLICY.victims(found, short, lambda n, _: working, NOW, mix, pace, joining=[short])
     if not chosen:
         return
     pages = sum(c.pages for c in chosen)
@@ -125,8 +133,8 @@ def test_drafts_that_keep_the_link_from_better_ones_do_not_pay() -> None:
 
 def test_rounds_hold_pages_as_the_link_lets_them() -> None:
     assert working_pages(100, 1, 24, (2, 10, 0), 5) == 100
-    assert working_pages(100, 50, 24, (2, 1, 0), 100) == 600  # 2 rounds begin in an iteration, for 3 each
-    assert working_pages(100, 5000, 24, (2, 200, 0), 100) == 150  # the link serves half a round
+    assert working_pages(100, 50, 24, (2, 1, 0), 100) == 1500  # 2 rounds begin in an iteration, for 3 each
+    assert working_pages(100, 5000, 24, (2, 200, 0), 100) == 375  # the link serves half a round
 
 
 def test_cost_grows_with_requests_not_their_square() -> None:

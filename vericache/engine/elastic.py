@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 from scheduler.draft_length import Estimate
 from scheduler.lifecycle import State
-from scheduler.residency import PATIENCE, Candidate, Mix, Pace, Residency, gain
+from scheduler.residency import AHEAD, PATIENCE, Candidate, Mix, Pace, Residency, gain
 from vericache.engine.detached import Detached
 from vericache.engine.eligibility import NO_PAY, POOLS_FULL, ROOM, Reason
 
@@ -30,21 +30,25 @@ class Elastic:
 
     # -- leaving the device ----------------------------------------------------------------------------
 
-    def leaving(self, ready: Iterable[Request], running: Sequence[Request], head: Request | None) -> list[Request]:
+    def leaving(
+        self, ready: Iterable[Request], running: Sequence[Request], waiting: Sequence[Request]
+    ) -> list[Request]:
         """Those of the ``ready`` plain rows that leave the device now: whoever always drafts, and the policy's victims
-        when blocks run short. ``head``: the waiting request that would begin next."""
+        when blocks run short. ``waiting``: the requests that would begin next."""
         found, able = self._coordinator, list(ready)
         if found.settings.mode == "off":
             return []
         always = [r for r in able if found.always(r) and found.resident_reason(r) is None]
         if always or found.settings.mode == "draft":
             return always
-        return self._victims(able, running, head)
+        return self._victims(able, running, waiting)
 
-    def _victims(self, ready: Sequence[Request], running: Sequence[Request], head: Request | None) -> list[Request]:
+    def _victims(
+        self, ready: Sequence[Request], running: Sequence[Request], waiting: Sequence[Request]
+    ) -> list[Request]:
         found, needs = self._coordinator, self._coordinator.needs
         now, drafts = found.planner.rings.now, found.settings.draft_length
-        self._head = needs.soon(head) if head is not None and not found.planner.late else 0
+        self._head = needs.soon(waiting[0]) if waiting and not found.planner.late else 0
         room = needs.transient_blocks(running, 0) + self._under_way()
         held = needs.working_blocks((), drafts) if found.records else 0
         short = self._head + held - room
@@ -60,7 +64,8 @@ class Elastic:
         lost = (0, 0) if self._head or not running else (1, needs.soon(running[-1]))
         chosen = self.policy.victims(
             map(self._plain, able.values()), short, working, now, self._mix(running), self._pace(),
-            joining=(1, self._head) if self._head else (0, 0), lost=lost,
+            joining=[needs.soon(r) for r in waiting[:AHEAD]] if self._head else [], lost=lost,
+            most=self._room_for(able.values()),
         )  # fmt: skip
         victims = [able[c.request_id] for c in chosen]
         if not victims:
@@ -69,6 +74,15 @@ class Elastic:
         elif not found.reserved.fits([found.want(r) for r in victims]):
             self._quiet, victims = now, []
         return victims
+
+    def _room_for(self, able: Iterable[Request]) -> int:
+        """How many requests as large as the largest of the ``able`` ones may leave before arena or host are full."""
+        largest = max(able, key=lambda r: r.num_tokens, default=None)
+        if largest is None:
+            return 0
+        want = self._coordinator.want(largest)
+        fits = self._coordinator.reserved.fits
+        return next(n for n in range(AHEAD, -1, -1) if n == 0 or fits([want] * n))
 
     def may_start(self, waiting: Sequence[Request], running: Sequence[Request]) -> int:
         """How many of the ``waiting`` requests, the first ones, may begin their prompts in this step.

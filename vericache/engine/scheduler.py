@@ -159,7 +159,7 @@ class VeriCacheScheduler(AsyncScheduler):
         # Everything known so far is scheduled: the next row would be a decode row.
         ready = (r for r in self.running if not r.is_prefill_chunk and r.num_computed_tokens >= r.num_prompt_tokens)
         elastic = self.coordinator.elastic
-        for request in elastic.leaving(ready, self.running, waiting[0] if waiting else None):
+        for request in elastic.leaving(ready, self.running, waiting):
             if self.coordinator.detach(request):
                 self.running.remove(request)
         self._starting = elastic.may_start(waiting, self.running)
