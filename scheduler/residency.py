@@ -85,8 +85,9 @@ class Mix:
 
 
 def working_pages(largest: int, rows: float, drafts: int, reload: tuple[int, int, int], iteration_ns: int) -> int:
-    """Pages for the rounds of ``rows`` drafting requests: ``SLACK`` of what they hold on average as far as the link lets
-    them, at least those of the ``largest``. ``reload``: span, link time, and iterations that pages are held after the verify."""
+    """Pages for the rounds of ``rows`` drafting requests: ``SLACK`` times what they hold on average as far as the link
+    lets them, at least those of the ``largest``. ``reload``: span, link time, and iterations that pages are held after
+    the verify."""
     span, link_ns, hold = reload
     by_link = iteration_ns / max(1, link_ns)
     # Rounds that begin in an iteration, each of which holds its pages for ``span + 1 + hold``.
