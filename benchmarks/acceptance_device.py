@@ -3,7 +3,7 @@ a grid which takes days on two cores is measured on a GPU. Scorers see what the 
 their rows, keys and values of the context), in float32; what scoring costs in the engine is not measured here."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from benchmarks.acceptance_grid import FULL, Method
 from benchmarks.acceptance_rounds import Predicted, Refused, Selected, recorded_scores, selected
 from benchmarks.batched_reference import BatchedReference
-from benchmarks.certified_model import WatchedRow
-from compressors import METHODS, CachedTokens, Compressor, Kept, MethodError, MethodSpec, Rotary, Shape, create
+from benchmarks.scoring import score
+from compressors import METHODS, Kept, MethodError, MethodSpec, Rotary, Shape, create
 from tests.reference import Choose, Past, Row, greedy
 from vericache.config import VeriCacheConfig
 from vericache.demo.prompts import PROMPTS, load
@@ -100,13 +100,7 @@ class DeviceRun(Predicted):
             raise Refused(str(error)) from None
         told = {**method.texts, "turn": turn_text(self.tokenizer)}
         texts = {key: self.tokenizer.encode(text, add_special_tokens=False) for key, text in told.items()}
-        for index, probe in enumerate(method.probes(ids, spec, texts)):
-            before = past.part(0, probe.start)
-            row = WatchedRow(probe.tokens, before, observing(compressor, index, past))
-            self.reference.forward([row])
-        if compressor.reads_cache:
-            for layer in range(len(past.keys)):
-                compressor.read(layer, cached(past, layer))
+        score(self.reference, compressor, ids, past, texts)
         return compressor.select()
 
     def _shape(self) -> Shape:
@@ -124,17 +118,6 @@ class DeviceRun(Predicted):
 
     def check(self, method: Method, ratio: float, temperature: float) -> dict[str, Any]:
         raise Refused("--check runs rounds in an engine, so it needs --device cpu")
-
-
-def observing(compressor: Compressor, index: int, past: Past) -> Callable[..., None]:
-    def see(layer: int, query: Tensor, key: Tensor, scale: float) -> None:
-        compressor.observe(layer, index, query.transpose(0, 1), key.transpose(0, 1), cached(past, layer), scale)
-
-    return see
-
-
-def cached(past: Past, layer: int) -> CachedTokens:
-    return CachedTokens(lambda at: past.keys[layer][:, at], lambda at: past.values[layer][:, at])
 
 
 def gumbel(size: int, seed: int, position: int) -> Tensor:

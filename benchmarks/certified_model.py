@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressors import METHODS, CachedTokens, Compressor, MethodSpec, Shape, create
+from benchmarks.scoring import WatchedRow, score
+from compressors import METHODS, MethodSpec, Shape, create
 from tests.reference import Past, Reference, Row
 from vericache.demo import model
 
@@ -43,18 +44,6 @@ class Recorded:
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]  # layer, q [Hq, T, D], k, v [H, T, D], scale
-
-
-class WatchedRow(Row):
-    """``see`` gets what ``attend`` gets."""
-
-    def __init__(self, ids: Sequence[int], past: Past, see: Callable[..., None], own: Past | None = None) -> None:
-        super().__init__(ids, past.length + (own.length if own is not None else 0), [past], own)
-        self._see = see
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        self._see(layer, query, key, scale)
-        return super().attend(layer, query, key, value, scale)
 
 
 class Batched(Reference):
@@ -106,9 +95,7 @@ class Model:
         spec = self.spec(0.25)
         compressor = create(spec, self.shape, len(tokens))
         texts = {key: self.encode(text) for key, text in {**METHODS["kvzip"].texts, "turn": "\n"}.items()}
-        for index, probe in enumerate(METHODS["kvzip"].probes(tokens, spec, texts)):
-            row = WatchedRow(probe.tokens, past, _observing(compressor, index, past))
-            self.reference.forward([row])
+        score(self.reference, compressor, tokens, past, texts)
         return Context(tokens, past, compressor.scorer.scores())
 
     def record(self, tokens: list[int], steps: int) -> Recorded:
@@ -123,14 +110,6 @@ class Model:
             queries.append(torch.stack(seen).unflatten(1, (self.shape.kv_heads, -1)))
             own = Past(row.keys, row.values)
         return Recorded(context, torch.stack(queries), torch.stack(list(own.keys)), torch.stack(list(own.values)))
-
-
-def _observing(compressor: Compressor, index: int, past: Past) -> Callable[..., None]:
-    def see(layer: int, query: Tensor, key: Tensor, scale: float) -> None:
-        cached = CachedTokens(lambda at: past.keys[layer][:, at], lambda at: past.values[layer][:, at])
-        compressor.observe(layer, index, query.transpose(0, 1), key.transpose(0, 1), cached, scale)
-
-    return see
 
 
 def thinned(prompt: Recorded, every: int) -> Recorded:
