@@ -15,7 +15,9 @@ from scheduler.acceptance import accepted
 
 WORTH = 0.25  # of a plain row's tokens: what a demotion must add to be made
 ROUNDS = 4  # that must have gone before a request is judged by its own drafts
-SLACK = 2.5  # rounds do not begin evenly: with room for their mean alone most of them wait for pages
+# Rounds do not begin evenly: with room for their mean alone most of them wait for pages. Where the link is the limit it
+# spaces them, and little more than it can serve is needed.
+UNEVEN, QUEUED = 2.5, 1.5
 AHEAD = 16  # demotions, and waiting requests, that a first demotion is judged by
 PATIENCE = 8  # iterations before the policy is asked again after it found nobody to demote
 
@@ -85,14 +87,13 @@ class Mix:
 
 
 def working_pages(largest: int, rows: float, drafts: int, reload: tuple[int, int, int], iteration_ns: int) -> int:
-    """Pages for the rounds of ``rows`` drafting requests: ``SLACK`` times what they hold on average as far as the link
-    lets them, at least those of the ``largest``. ``reload``: span, link time, and iterations that pages are held after
-    the verify."""
+    """Pages for the rounds of ``rows`` drafting requests: more than they hold on average (``UNEVEN``, ``QUEUED``), at
+    least those of the ``largest``. ``reload``: span, link time, and iterations that pages are held after the verify."""
     span, link_ns, hold = reload
     by_link = iteration_ns / max(1, link_ns)
     # Rounds that begin in an iteration, each of which holds its pages for ``span + 1 + hold``.
-    begin = min(rows / (drafts + 1), by_link)
-    return ceil(largest * max(1.0, SLACK * begin * (span + 1 + hold)))
+    begin = min(UNEVEN * rows / (drafts + 1), QUEUED * by_link)
+    return ceil(largest * max(1.0, begin * (span + 1 + hold)))
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,8 @@ def test_drafts_that_keep_the_link_from_better_ones_do_not_pay() -> None:
 
 def test_rounds_hold_pages_as_the_link_lets_them() -> None:
     assert working_pages(100, 1, 24, (2, 10, 0), 5) == 100
-    assert working_pages(100, 50, 24, (2, 1, 0), 100) == 1500  # 2 rounds begin in an iteration, for 3 each
-    assert working_pages(100, 5000, 24, (2, 200, 0), 100) == 375  # the link serves half a round
+    assert working_pages(100, 50, 24, (2, 1, 0), 100) == 1500  # 2 rounds begin in an iteration, unevenly, for 3 each
+    assert working_pages(100, 5000, 24, (2, 200, 0), 100) == 225  # the link serves half a round
 
 
 def test_cost_grows_with_requests_not_their_square() -> None:
