@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.acceptance_rounds import Predicted, Selected
 
 QUICK = {"prompts": ["continue_code", "summarise"], "counts": [OWN], "ratios": [0.25, 0.1], "temperatures": [0.0],
-         "minutes": 8.0, "check": [Method.parse("kvzip")]}  # fmt: skip
+         "minutes": 5.0, "check": [Method.parse("kvzip")]}  # fmt: skip
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
