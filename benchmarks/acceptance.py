@@ -65,6 +65,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.quick:
         parser.set_defaults(**QUICK)
         args = parser.parse_args(argv)
+    if args.device != "engine" and args.check is not None:
+        parser.error("--check (and --quick) runs rounds in an engine: leave --device out")
+    check_device(parser, args)
     args.methods = of_part(args.methods or registered(args.counts), *args.part)
     args.drafts = sorted(args.drafts)
     return args
@@ -74,6 +77,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="engine", help='"cpu" or "cuda": without an engine, see '
                         "benchmarks/acceptance_device.py (default: in the engine)")  # fmt: skip
     parser.add_argument("--model", type=Path, help="with --device: folder of the bundled model's weights")
+
+
+def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.device == "engine" and args.model is not None:
+        parser.error("--model is read with --device only: the engine runs the bundled model")
 
 
 def part(text: str) -> tuple[int, int]:
@@ -192,6 +200,9 @@ def check(results: Results, run: "Predicted", args: argparse.Namespace, console:
     """Full KV and the methods of ``--check`` in the engine."""
     if args.check is None:
         return
+    from benchmarks.acceptance_run import Run
+
+    assert isinstance(run, Run)
     for temperature in dict.fromkeys((args.temperatures[0], args.temperatures[-1])):
         for method in (FULL, *args.check):
             cell = Cell(method, 1.0 if method == FULL else args.ratios[0], temperature)

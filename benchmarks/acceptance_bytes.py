@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.acceptance import add_device, predicted
+from benchmarks.acceptance import add_device, check_device, predicted
 from benchmarks.acceptance_grid import Method
 from benchmarks.report import RESULTS, figure, machine_of, save, table
 from compressors import Kept
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--add", action="store_true", help="keep the points that are in --out, and leave them out here")
     args = parser.parse_args(argv)
+    check_device(parser, args)
     args.prompts, args.drafts = list(PROMPTS), [args.draft_length]
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
     torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment

@@ -56,11 +56,6 @@ class DeviceRun(Predicted):
                 own[name] = Past(row.keys, row.values)
         return found
 
-    def _prompt_kv(self, name: str) -> Past:
-        if (name, None) not in self._full:
-            self._full[name, None] = self.reference.full(self.prompts[name])
-        return self._full[name, None]
-
     def chooser(self, temperature: float, seed: int) -> Choose:
         """The best token, or the best with Gumbel noise of (seed, position), as the engine has it; other noise."""
 
@@ -115,9 +110,6 @@ class DeviceRun(Predicted):
         cos, sin = self.reference.model.model.rotary_emb(x, torch.arange(tokens)[None])
         half = cos.shape[-1] // 2
         return Rotary(torch.cat([cos[0, :, :half], sin[0, :, :half]], -1), neox=True)
-
-    def check(self, method: Method, ratio: float, temperature: float) -> dict[str, Any]:
-        raise Refused("--check runs rounds in an engine, so it needs --device cpu")
 
 
 def gumbel(size: int, seed: int, position: int) -> Tensor:

@@ -115,10 +115,6 @@ class Predicted(ABC):
         """What the method keeps of every prompt. With a scorer that has been there before, by what it said then: none
         looks at ratio or counts. Raises Refused."""
 
-    @abstractmethod
-    def check(self, method: Method, ratio: float, temperature: float) -> dict[str, Any]:
-        """Rounds as an engine runs them beside what is predicted for rounds of as many drafts."""
-
     @property
     def header(self) -> dict[str, Any]:
         """``outputs``: shares of distinct 4-grams."""
@@ -138,12 +134,15 @@ class Predicted(ABC):
         return self._scored.setdefault((spec.name, spec.options, spec.sinks, spec.recent), {})
 
     def _full_kv(self, name: str, temperature: float) -> Past:
-        prompt, output = (name, None), (name, temperature)
-        if prompt not in self._full:
-            self._full[prompt] = self.reference.full(self.prompts[name])
+        output = (name, temperature)
         if output not in self._full:
-            self._full[output] = self.reference.full(self.outputs(temperature)[name][:-1], self._full[prompt])
+            self._full[output] = self.reference.full(self.outputs(temperature)[name][:-1], self._prompt_kv(name))
         return self._full[output]
+
+    def _prompt_kv(self, name: str) -> Past:
+        if (name, None) not in self._full:
+            self._full[name, None] = self.reference.full(self.prompts[name])
+        return self._full[name, None]
 
     def _everything(self, context: int) -> Selected:
         model_config = self.reference.model.config

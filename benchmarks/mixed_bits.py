@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.acceptance import add_device, predicted
+from benchmarks.acceptance import add_device, check_device, predicted
 from benchmarks.acceptance_grid import Method
 from benchmarks.layer_bits import layer_errors
 from benchmarks.report import RESULTS, figure, machine_of, save, table
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_device(parser)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
+    check_device(parser, args)
     args.drafts = [DRAFTS]
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
     torch.set_num_threads(args.threads)  # torch is loaded by now and has read the environment

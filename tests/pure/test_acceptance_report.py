@@ -169,3 +169,10 @@ def test_merged_parts_keep_what_an_engine_measured_beside_theirs(tmp_path: Path)
     found.add(content)
     with pytest.raises(ValueError, match="different model"):
         found.add({**content, "model": "other"})
+
+
+def test_what_a_run_without_an_engine_cannot_do_is_said_before_it_begins() -> None:
+    for wrong in (["--device", "cpu", "--check", "kvzip"], ["--device", "cuda", "--quick"], ["--model", "x"]):
+        with pytest.raises(SystemExit):
+            arguments(wrong)
+    assert arguments(["--device", "cpu", "--model", "x"]).model == Path("x")

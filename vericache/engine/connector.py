@@ -65,7 +65,7 @@ class VeriCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler role --------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """By rank. All have come to the same share (``DraftWorker._least``)."""
+        """By rank. All have come to the same share (``worker._least_of_ranks``)."""
         told = {each.chosen for each in metadata.values() if isinstance(each, ArenaShare)}
         assert len(told) == 1, f"workers disagree on the arena's share: {told}"
         assert self.begin is not None

@@ -5,7 +5,7 @@ produces a ``StepPlan`` (rows and operations) and digests the step's result. It 
 scheduler; ``vericache.engine.scheduler`` writes the plan into vLLM's structures.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -270,8 +270,7 @@ class Coordinator:
     def digest(self, plan: StepPlan, report: StepReport) -> tuple[list[Detached], list[Detached]]:
         """Settle a step after vLLM has processed its output. Returns (rejoin, recompute): requests that become
         plain rows again with their KV still in vLLM's blocks, and those whose KV is gone."""
-        holders = self.prestore.held() | {r.request_id: r.host_pages for r in self.records.values()}
-        uncopied = without_copy(plan, report, holders, self.reserved)
+        uncopied = without_copy(plan, report, self._holders, self.reserved)
         failed = {f.request_id for f in report.failures} | uncopied
         rejoin: list[Detached] = []
         recompute = [r for i in uncopied if (r := self._copy_failed(i, plan))]
@@ -303,6 +302,10 @@ class Coordinator:
             recompute.append(record)
             self._leave(record, "tail_full")
         return rejoin, recompute
+
+    def _holders(self) -> Mapping[str, Collection[int]]:
+        """The host pages of each request, block by block."""
+        return self.prestore.held() | {r.request_id: r.host_pages for r in self.records.values()}
 
     def _copy_failed(self, request_id: str, plan: StepPlan) -> Detached | None:
         """A copy that the request, or another one with the same prefix, made ahead failed: all of them are made anew,

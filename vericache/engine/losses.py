@@ -1,6 +1,6 @@
 """Who is hit by an operation that failed: the request it belongs to, and those that rely on what it brings."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from vericache.engine.blocks import ids
 from vericache.engine.detached import Detached
@@ -23,7 +23,7 @@ def without_reload(
 
 
 def without_copy(
-    plan: StepPlan, report: StepReport, holders: Mapping[str, Collection[int]], reserved: Reservations
+    plan: StepPlan, report: StepReport, holders: Callable[[], Mapping[str, Collection[int]]], reserved: Reservations
 ) -> set[str]:
     """Requests whose copy to the host failed in this step, and those that hold a page of it. ``holders``: the host
     pages of each request, block by block. Nobody finds these pages any more, nor those behind them."""
@@ -33,7 +33,7 @@ def without_copy(
     copies = (op for op in plan.before if isinstance(op, Offload) and op.request_id in failed)
     lost = {page for op in copies for page in op.pages}
     found = set(failed)
-    for request_id, pages in holders.items():
+    for request_id, pages in holders().items():
         hit = [i for i, page in enumerate(pages) if page in lost]
         if hit:
             reserved.host.withdraw(list(pages)[hit[0] :])
