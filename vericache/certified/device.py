@@ -64,3 +64,13 @@ def attend(
     output = mix(held, sampled.host, sampled.inclusion, sampled.resident, work)
     fetched = (work.certain[:, :tokens] > sampled.resident).sum(-1)
     return DeviceOutcome(output, work.error[ROUNDS + 1].clone(), fetched, work.fallback.clone())
+
+
+def dense(query: Tensor, sampled: DeviceSampled, scale: float, limits: Tensor, work: Workspace) -> Tensor:
+    """What ``attend``, which must have come before, is off from: the same with every token read, float32
+    ``[H, G, D]``."""
+    columns = sampled.inclusion.shape[1] + sampled.held.tail
+    work.error[0] = math.inf
+    complete(query, sampled.host, sampled.resident, scale, work, limits, 0, True)
+    decide(work, sampled.inclusion, limits, columns, 0, columns)
+    return mix(sampled.held, sampled.host, sampled.inclusion, sampled.resident, work)

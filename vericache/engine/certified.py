@@ -14,7 +14,7 @@ from vericache.certified.decided import Decided
 from vericache.engine.detached import Detached
 from vericache.engine.metrics import Telemetry
 from vericache.engine.ops import CertifiedRow, StepReport
-from vericache.engine.plan import Bounds, Certify, StepPlan
+from vericache.engine.plan import Certify, StepPlan
 
 
 @dataclass
@@ -41,11 +41,6 @@ class CertifiedSoFar:
             "measured_decisions": len(d.measured),
             "largest_measured_error": max(d.measured, default=None),
         }
-
-
-def refused(bounds: Bounds) -> str | None:
-    """Why certified rows cannot be run (``engine.support.certified_refused`` says it to clients, with more reasons)."""
-    return "certified decode needs vLLM's V1 model runner" if bounds.own_rows else None
 
 
 def begin(policy: Policy | None) -> CertifiedSoFar | None:

@@ -74,10 +74,6 @@ def check_supported(config: VllmConfig) -> None:
 
 def certified_refused(config: VllmConfig) -> str | None:
     """Why this engine cannot decode by certified attention, in words for the client; None where it can."""
-    if config.device_config.device_type != "cpu":
-        return "certified decode has no GPU kernels yet, only engines on a CPU serve it"
-    if config.use_v2_model_runner:
-        return "certified decode needs vLLM's V1 model runner, this engine has VLLM_USE_V2_MODEL_RUNNER set"
     if config.model_config.get_head_size() % 8:
         return f"key sketches take head sizes that are multiples of 8, got {config.model_config.get_head_size()}"
     return None
