@@ -10,7 +10,7 @@ from compressors import Kept, Shape
 from compressors.poisson import inclusion
 from vericache.certified.attention import Outcome, Policy, Sampled, certified_attention, padded
 from vericache.certified.device import DeviceOutcome, DeviceSampled, attend, limits_of
-from vericache.certified.sketch import sketch_keys
+from vericache.certified.sketch import PerChannel, sketch_keys
 from vericache.certified.triton_rows import HeldRows, HostRows
 from vericache.certified.workspace import Workspace
 from vericache.draft.arena import DraftArena
@@ -51,14 +51,17 @@ class CertifiedWorld:
         sizes = torch.tensor(self.sizes, dtype=torch.float64, device=DEVICE)
         self.inclusion = inclusion(scores.masked_fill(forced, float("inf")), sizes, forced, 1.0, 1e-3).float()
         self.resident = torch.rand(self.inclusion.shape, generator=rng).to(DEVICE) < self.inclusion
-        self.sketch = sketch_keys(self.keys)
+        sketch = sketch_keys(self.keys)
+        assert isinstance(sketch, PerChannel)
+        self.sketch = sketch
 
     @cached_property
     def arena(self) -> DraftArena:
         """Slot 1 of two, layer 1 of two."""
         heads = len(self.sizes)
         shape = Shape(2, heads, heads * self.group, self.dim)
-        arena = DraftArena(shape, 200, Plain(self.page_tokens, self.dim, self.dtype), DEVICE)
+        pages = heads * (4 + self.tail) + int(self.resident.sum()) // self.page_tokens
+        arena = DraftArena(shape, 2 * pages, Plain(self.page_tokens, self.dim, self.dtype), DEVICE)
         arena.pool.data.fill_(float("nan"))
         arena.with_tables(2, self.tokens + 64)
         counts, at = self.resident.sum(-1), self.resident.nonzero()[:, 1]
@@ -69,9 +72,9 @@ class CertifiedWorld:
         self.positions = kept.positions.int()
         rows = torch.arange(self.tail)
         where = arena.tail_tokens(rows.tolist(), [1] * self.tail, rows.tolist())
-        pages = where.pages[:, 1].to(DEVICE), where.offsets[:, None].to(DEVICE)
-        arena.pool.data[pages[0], 0, pages[1]] = self.tail_keys.transpose(0, 1)
-        arena.pool.data[pages[0], 1, pages[1]] = self.tail_values.transpose(0, 1)
+        tails = where.pages[:, 1].to(DEVICE), where.offsets[:, None].to(DEVICE)
+        arena.pool.data[tails[0], 0, tails[1]] = self.tail_keys.transpose(0, 1)
+        arena.pool.data[tails[0], 1, tails[1]] = self.tail_values.transpose(0, 1)
         return arena
 
     @cached_property
@@ -83,9 +86,9 @@ class CertifiedWorld:
             order = torch.randperm(2 * block * dim, generator=torch.Generator().manual_seed(1)).view(2, block, dim)
         images = torch.full((count + 2, heads, 2 * block * dim), float("nan"), dtype=self.dtype)
         pages = torch.randperm(count + 2, generator=torch.Generator().manual_seed(2))[:count]
-        for p in range(self.tokens):
-            for part, source in enumerate((self.keys, self.values)):
-                images[pages[p // block], :, order[part, p % block]] = source[:, p].cpu()
+        p = torch.arange(self.tokens)
+        for part, source in enumerate((self.keys, self.values)):
+            images[pages[p // block][:, None], :, order[part, p % block]] = source.permute(1, 2, 0).cpu()
         images = images.view(count + 2, heads, block, 2 * dim)
         if DEVICE.type == "cuda":
             images = images.pin_memory()
