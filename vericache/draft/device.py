@@ -109,7 +109,7 @@ class DeviceRuntime(DraftRuntime):
     def _begin_dummy(self, metadata: Any) -> None:
         """A batch of no request: a warm-up, or the capture of a graph, which must contain all kernels."""
         self._writes = self._drafts = True
-        self._longest = None
+        self._longest, self._certified = None, []
         slots = metadata.slot_mapping  # stands for positions too: no row reads them
         batch = DeviceBatch(0, metadata.query_start_loc, slots, metadata.seq_lens, slots, [], [])
         self._resolve(torch.full((3, 1), -1, dtype=torch.int32, device=self.tables.table.device), batch)
