@@ -32,8 +32,8 @@ def asking(epsilon: float, length: int) -> SamplingParams:
 
 
 @pytest.fixture(autouse=True)
-def a_quarter_is_measured(engine: V2Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.worker.certified, "measured", 0.25)  # read when an engine starts
+def half_of_it_is_measured(engine: V2Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.worker.certified, "measured", 0.5)  # read when an engine starts
 
 
 def test_as_epsilon_goes_to_0_the_tokens_are_plain_rows(engine: V2Engine) -> None:
