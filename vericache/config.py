@@ -50,6 +50,10 @@ class VeriCacheConfig(BaseModel):
         description="on: requests whose prompts begin alike keep that part once in the host and verify together on one "
         "reload of it, where vLLM's prefix cache is on",
     )
+    residual_reload: Literal["on", "off"] = Field(
+        "off",
+        description="on: a reload fetches from the host only what the arena does not hold; needs page_format plain",
+    )
     verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")
     compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
     counts: Literal["auto", "uniform", "per_layer", "per_head", "within_layer", "pyramid"] = Field(
@@ -138,9 +142,9 @@ class VeriCacheConfig(BaseModel):
     @classmethod
     def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML 1.1 reads ``off`` and ``yes`` as booleans, and Python takes those for numbers. No setting is one."""
-        if info.field_name in ("mode", "bitwise", "shared_verifies") and value is False:
+        if info.field_name in ("mode", "bitwise", "shared_verifies", "residual_reload") and value is False:
             return "off"
-        if info.field_name in ("bitwise", "shared_verifies") and value is True:
+        if info.field_name in ("bitwise", "shared_verifies", "residual_reload") and value is True:
             return "on"
         if isinstance(value, bool):
             raise ValueError(f"got the boolean {value}")
@@ -161,6 +165,11 @@ class VeriCacheConfig(BaseModel):
             raise ValueError(
                 f"layer_bits is given and page_format is {self.page_format}, which has one width; set page_format to "
                 f"turboquant_mixed, or leave layer_bits out"
+            )
+        if self.residual_reload == "on" and self.page_format != "plain":
+            raise ValueError(
+                f"residual_reload is on and page_format is {self.page_format}, whose pages do not hold tokens as they "
+                f"are; set page_format to plain, or leave residual_reload out"
             )
         if self.arena_fraction == 0 and (self.mode == "draft" or "epsilon" in self.request_options):
             asks = "mode is draft" if self.mode == "draft" else "request_options names epsilon"

@@ -242,7 +242,7 @@ class World:
         assert not len(self.reserved.transient)
         assert not self.reserved.blocks.used
         host = self.reserved.host
-        assert not any((host._filed, host._keys, host._more, host._holders))
+        assert not any((host._filed, host._keys, host._more, host._holders, host._mixed))
 
 
 def _report(op: Offload | Load) -> tuple[StepPlan, StepReport]:

@@ -19,6 +19,7 @@ class Demotion:
     bounds: Bounds
     texts: Mapping[str, Mapping[str, Sequence[int]]]
     verify_tokens: int
+    remember: bool  # which tokens are kept, for reloads that leave them out
 
     @property
     def scoring_room(self) -> int:
@@ -44,7 +45,10 @@ class Demotion:
             out.before.append(self._offload(record, held))
         probes = len(record.probes)
         pages = tuple(record.host_pages[: len(held)]) if record.certified is not None else ()
-        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes, pages))
+        block_tokens = self.reserved.plan.block_tokens if self.remember and record.certified is None else None
+        out.before.append(
+            Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes, pages, block_tokens)
+        )
         record.settling = True
         out.settling.append(record)
         return None

@@ -80,15 +80,21 @@ class Compress:
     spec: MethodSpec
     probes: int  # scoring rows that must have been seen
     pages: tuple[int, ...] = ()  # the context's host pages, where decode is certified: absent tokens are fetched there
+    block_tokens: int | None = None  # of a block, where reloads are to leave out what is kept
 
 
 @dataclass(frozen=True)
 class Load:
-    """Copy host pages to device blocks, before the forward pass."""
+    """Copy host pages to device blocks, before the forward pass. What arena slot ``slot`` holds of them comes from
+    there: ``blocks`` are the request's from its block ``first`` on, of which the ``whole`` leading ones come from the
+    host."""
 
     request_id: str
     pages: tuple[int, ...]
     blocks: tuple[int, ...]
+    slot: int | None = None
+    first: int = 0
+    whole: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,12 +142,13 @@ MEASURED = "Measured"  # a Transfer that served nothing but to measure the link 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes moved by one kind of operation, and the time it took (seconds). ``op`` is the operation's class name, or
-    ``MEASURED``."""
+    """Bytes moved over the link by one operation, and the time it took (seconds). ``op`` is the operation's class name,
+    or ``MEASURED``; ``kept``: bytes that the device held already."""
 
     op: str
     num_bytes: int
     seconds: float
+    kept: int = 0
 
 
 @dataclass
@@ -152,11 +159,13 @@ class StepReport(KVConnectorWorkerMetadata):
     transfers: list[Transfer] = field(default_factory=list)
     compressed: dict[str, int] = field(default_factory=dict)  # request -> head pages used
     simulated: dict[str, int] = field(default_factory=dict)  # where pages are: request -> bytes of packed ones
+    kept: dict[str, int] = field(default_factory=dict)  # where reloads leave them out: request -> bytes of kept tokens
     arena_bytes: int = 0  # held by slots after this step
     certified: dict[str, Decided] = field(default_factory=dict)  # by request, of its row in this step
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """Combine the ranks' reports: every failure counts, sizes are the largest rank's."""
+        """Combine the ranks' reports: every failure counts, sizes are the largest rank's. What reloads leave out is the
+        smallest: they take as long as the one with the most to fetch."""
         assert isinstance(other, StepReport)
 
         def largest(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
@@ -168,6 +177,7 @@ class StepReport(KVConnectorWorkerMetadata):
             max(self.transfers, other.transfers, key=lambda ts: sum(t.seconds for t in ts)),
             largest(self.compressed, other.compressed),
             largest(self.simulated, other.simulated),
+            {k: min(n, other.kept.get(k, n)) for k, n in (other.kept | self.kept).items()},
             max(self.arena_bytes, other.arena_bytes),
             {k: self.certified.get(k, Decided()) + other.certified.get(k, Decided()) for k in requests},
         )
