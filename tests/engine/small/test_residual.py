@@ -48,6 +48,22 @@ def test_fewer_bytes_and_the_same_tokens(
     assert 0.4 < residual[1] / whole[1] < 0.65
 
 
+def test_the_planner_books_what_is_left_to_fetch(engine: Harness, texts: dict[str, list[int]]) -> None:
+    """And rounds aim shorter, since the link is free sooner."""
+    lengths: dict[str, int] = {}
+    for residual in ("off", "on"):
+        engine.configure(**{**SLOW, "residual_reload": residual}, ratio=0.5, window=32)
+        engine.add("one", texts["summarise"], GREEDY)
+        engine.run_until(lambda: "DRAFTING" in engine.states().values())
+        needs, (record,) = engine.coordinator.needs, engine.coordinator.records.values()
+        left = needs.residual.full(record) - record.kept_bytes
+        assert needs.demand(record.request_id, 8).link_ns == pytest.approx(left / 2e7 * 1e9, rel=1e-6)
+        assert (record.kept_bytes > 0) == (residual == "on")
+        lengths[residual] = needs.fair_length(record.tokens)
+        engine.drain()
+    assert lengths["on"] < lengths["off"]
+
+
 def test_random_sampling(engine: Harness, texts: dict[str, list[int]]) -> None:
     engine.configure(**ON)
     asked = [texts[n] for n in NAMES]
