@@ -80,7 +80,7 @@ def row(run: dict[str, Any]) -> list[Any]:
     return [
         MODES[run["mode"]], run["rho"], run["ratio"], f"{median(p['tokens_per_s'] for p in run['pairs']):.0f}",
         f"{median(speeds):.2f}", f"{min(speeds):.2f}", f"{max(speeds):.2f}",
-        f"{median(saved):.2f}" if saved else "nobody drafts",
+        f"{median(saved):.2f}" if saved else "nobody drafts with whole reloads",
     ]  # fmt: skip
 
 
