@@ -179,7 +179,7 @@ def _fill(  # type: ignore[no-untyped-def]
     tl.store(to + p_kv, tl.load(at + dim, mask=mine[:, None]), mask=mine[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "whole", "count_blocks"])  # they differ from reload to reload
 def _place(  # type: ignore[no-untyped-def]
     pool, pages, s_pages, positions, cache, pointers, blocks, start, whole, count_blocks, placed, layers, s_block,
     s_head, s_token, p_page, p_kv, p_token,
