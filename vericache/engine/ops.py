@@ -159,9 +159,9 @@ class StepReport(KVConnectorWorkerMetadata):
     transfers: list[Transfer] = field(default_factory=list)
     compressed: dict[str, int] = field(default_factory=dict)  # request -> head pages used
     simulated: dict[str, int] = field(default_factory=dict)  # where pages are: request -> bytes of packed ones
-    kept: dict[str, int] = field(default_factory=dict)  # where reloads leave them out: request -> bytes of kept tokens
     arena_bytes: int = 0  # held by slots after this step
     certified: dict[str, Decided] = field(default_factory=dict)  # by request, of its row in this step
+    kept: dict[str, int] = field(default_factory=dict)  # where reloads leave them out: request -> bytes of kept tokens
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Combine the ranks' reports: every failure counts, sizes are the largest rank's. What reloads leave out is the
@@ -177,7 +177,7 @@ class StepReport(KVConnectorWorkerMetadata):
             max(self.transfers, other.transfers, key=lambda ts: sum(t.seconds for t in ts)),
             largest(self.compressed, other.compressed),
             largest(self.simulated, other.simulated),
-            {k: min(n, other.kept.get(k, n)) for k, n in (other.kept | self.kept).items()},
             max(self.arena_bytes, other.arena_bytes),
             {k: self.certified.get(k, Decided()) + other.certified.get(k, Decided()) for k in requests},
+            {k: min(n, other.kept.get(k, n)) for k, n in (other.kept | self.kept).items()},
         )
