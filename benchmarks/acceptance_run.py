@@ -31,7 +31,9 @@ class Run(Predicted):
     def __init__(self, args: argparse.Namespace) -> None:
         folder = model.prepare()
         arguments = {**ENGINE, "kv_cache_memory_bytes": 2 << 30, "enable_prefix_caching": True}
-        self.engine = LiveEngine(folder, arguments, {"min_prompt_tokens": 1024, "draft_length": CHECKED_DRAFTS})
+        self.engine = LiveEngine(
+            folder, arguments, {"min_prompt_tokens": 1024, "draft_length": CHECKED_DRAFTS, "reuse_scores": "off"}
+        )
         super().__init__(Reference(folder), load(args.prompts, self.engine.tokenizer), args)
         self._ids = count()
         self._prefills: list[float] = []

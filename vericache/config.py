@@ -18,6 +18,13 @@ ENV_FILE = "VERICACHE_CONFIG"  # path of the YAML file
 KEY = "vericache"  # where the configuration lives in vLLM's additional_config
 
 
+SWITCHES = (
+    "bitwise",
+    "shared_verifies",
+    "residual_reload",
+    "reuse_scores",
+)  # on or off, which YAML 1.1 reads as booleans
+
 Width = Literal[2, 3, 4, 16]  # bits of a number, ``compressors.bits.WIDTHS``
 
 
@@ -53,6 +60,11 @@ class VeriCacheConfig(BaseModel):
     residual_reload: Literal["on", "off"] = Field(
         "off",
         description="on: a reload fetches from the host only what the arena does not hold; needs page_format plain",
+    )
+    reuse_scores: Literal["on", "off"] = Field(
+        "on",
+        description="on: scores that do not depend on what comes behind (compressor kvzip) are kept for contexts that "
+        "begin alike, where vLLM's prefix cache is on",
     )
     verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")
     compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
@@ -142,9 +154,9 @@ class VeriCacheConfig(BaseModel):
     @classmethod
     def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML 1.1 reads ``off`` and ``yes`` as booleans, and Python takes those for numbers. No setting is one."""
-        if info.field_name in ("mode", "bitwise", "shared_verifies", "residual_reload") and value is False:
+        if info.field_name in ("mode", *SWITCHES) and value is False:
             return "off"
-        if info.field_name in ("bitwise", "shared_verifies", "residual_reload") and value is True:
+        if info.field_name in SWITCHES and value is True:
             return "on"
         if isinstance(value, bool):
             raise ValueError(f"got the boolean {value}")

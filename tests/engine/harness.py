@@ -79,6 +79,7 @@ def assert_at_rest(engine: LiveEngine) -> None:
     assert reserved.host.free == reserved.host.size
     assert reserved.slots.free == reserved.slots.size
     assert reserved.arena.used == 0
+    assert not coordinator.scores.relied_on
     assert not any(coordinator.planner.rings.link.cells)
     assert not any(coordinator.planner.rings.pages.cells)
     if engine.worker is not None:  # without an arena there is none

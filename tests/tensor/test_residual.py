@@ -115,7 +115,7 @@ def test_a_slot_that_remembers_nothing_or_is_empty_leaves_a_whole_reload(world: 
 
 def test_a_compression_says_what_reloads_will_save(world: World) -> None:
     op = compress(0)
-    remembering = Compress(op.request_id, op.slot, op.blocks, op.context, op.spec, op.probes, (), BLOCK)
+    remembering = Compress(op.request_id, op.slot, op.blocks, op.context, op.spec, op.probes, block_tokens=BLOCK)
     held = world.step(before=[op]).arena_bytes
     report = world.step(before=[remembering])
     assert report.kept == {"a": 2 * 2 * 5 * TOKEN}

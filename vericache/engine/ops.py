@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from compressors import MethodSpec
 from vericache.certified.attention import Policy
 from vericache.certified.decided import Decided
+from vericache.engine.score_parts import ScorePart
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class ProbeRow:
     spec: MethodSpec
     blocks: tuple[int, ...]
     replay: bool  # known positions: K/V must not be written again
+    first: bool  # of the rows of its pass
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ class Compress:
     spec: MethodSpec
     probes: int  # scoring rows that must have been seen
     pages: tuple[int, ...] = ()  # the context's host pages, where decode is certified: absent tokens are fetched there
+    known: tuple[ScorePart, ...] = ()  # scores that are held, in place of further rows
+    keep: tuple[ScorePart, ...] = ()  # scores to hold from now on
+    forget: tuple[int, ...] = ()  # ids of parts not to be held any longer
     block_tokens: int | None = None  # of a block, where reloads are to leave out what is kept
 
 
