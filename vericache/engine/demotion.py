@@ -1,7 +1,7 @@
 """How a request leaves the device: its scoring rows, then one step that copies its KV to the host and compresses it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compressors import METHODS
 from vericache.engine.blocks import ids
@@ -43,8 +43,11 @@ class Demotion:
         if not record.anew:
             out.before.append(self._offload(record, held))
         probes = len(record.probes)
-        pages = tuple(record.host_pages[: len(held)]) if record.certified is not None else ()
-        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes, pages))
+        op = Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes)
+        if record.certified is not None:
+            pages, target = tuple(record.host_pages[: len(held)]), record.certified.policy.target
+            op = replace(op, pages=pages, bound=target.bound)
+        out.before.append(op)
         record.settling = True
         out.settling.append(record)
         return None

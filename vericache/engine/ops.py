@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from compressors import MethodSpec
 from vericache.certified.attention import Policy
+from vericache.certified.certificate import Bound
 from vericache.certified.decided import Decided
 
 
@@ -80,6 +81,7 @@ class Compress:
     spec: MethodSpec
     probes: int  # scoring rows that must have been seen
     pages: tuple[int, ...] = ()  # the context's host pages, where decode is certified: absent tokens are fetched there
+    bound: Bound = "denominator"  # what is certified then
 
 
 @dataclass(frozen=True)
