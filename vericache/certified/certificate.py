@@ -14,8 +14,8 @@ from torch import Tensor
 from vericache.certified.estimator import shrinkage
 from vericache.errors import CompressionError, ConfigError
 
-# What a certificate is about: D, as in the paper, or the attention's output N / D. Not N alone, since nothing reads N but
-# the output: its error says neither more nor less of that than D's does.
+# What a certificate is about: D, as in the paper, or the attention's output N / D. Not N alone: nothing but the output
+# reads it, and that depends on D as much.
 Bound = Literal["denominator", "output"]
 
 

@@ -37,6 +37,15 @@ def test_decisions_of_a_perfect_sketch_keep_their_promise(prompt: Recorded) -> N
     assert 0 < row["fetched"] <= row["fetched_when_fetching"] <= 1
 
 
+def test_decisions_about_the_output_keep_theirs(prompt: Recorded) -> None:
+    rows = [decisions({"p": prompt}, 0.6, "perfect", 0.0, eps, STEPS, draws=6, bound="output") for eps in (0.5, 0.9)]
+    for row in rows:
+        assert row["queries"] == STEPS * LAYERS * HEADS * GROUP
+        assert row["decisions"] == 6 * row["queries"]
+        assert row["failed"] <= 0.1
+    assert rows[0]["fetched"] > rows[1]["fetched"]
+
+
 def test_a_stricter_epsilon_fetches_more(prompt: Recorded) -> None:
     strict, loose = (decisions({"p": prompt}, 0.4, "per_channel2", 1.0, e, STEPS, 1) for e in (0.01, 0.3))
     assert strict["fetched"] > loose["fetched"]
