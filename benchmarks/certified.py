@@ -1,9 +1,9 @@
 """Certified decode, measured without an engine: ``python -m benchmarks.certified PART ...``, on the bundled model and
 real queries. Every part adds to one JSON file in docs/results/ and draws the table and the picture anew.
 
-* ``decisions``: how often a query's error exceeds epsilon (of its denominator, or of its output with ``--bound output``,
-  in files of its own), and what had to be fetched, with a perfect sketch and with the 2-bit one within 0, 1 and 2
-  standard deviations.
+* ``decisions``: how often a query's error exceeds epsilon, and what had to be fetched, with a perfect sketch and with
+  the 2-bit one within 0, 1 and 2 standard deviations. Of its denominator; with ``--bound output``, in files of its own,
+  of its output.
 * ``budget``: the error of attention from what is kept alone, sampled and top-k, at equal budget.
 * ``quality``: answers to generated retrieval questions (``benchmarks.certified_tasks``).
 
