@@ -137,6 +137,7 @@ def _bring(known: "_Known", heads: Tensor, fetch: Fetch, level: int = 0) -> None
 
 
 def _decide_output(known: "_Known", heads: Tensor, fetch: Fetch) -> None:
+    """Fetch until the certificates of ``heads``, with the norms of their estimates, keep the target."""
     for level in range(LEVELS):
         _bring(known, heads, fetch, level)
         weights, _, mixed = known.sums(heads)
