@@ -8,7 +8,8 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from benchmarks.certified_model import Attend, Context, Model
+from benchmarks.batched_reference import Attend
+from benchmarks.certified_model import Context, Model
 from benchmarks.certified_run import DELTA, Repeated, cache_of, kept_of
 from benchmarks.certified_tasks import Task, make
 from tests.reference import Past, Row, visible_positions

@@ -132,6 +132,10 @@ ENGINE: Rows = {
             },
         ),
         Panel(
+            "Scores taken over", "short", "Context tokens a second that needed no scoring row: their scores were held.",
+            {"tokens/s": rate("vericache_reused_score_tokens_total")},
+        ),
+        Panel(
             "Requests that never drafted", "ops", "By reason.",
             {"{{reason}}": rate("vericache_fallbacks_total", "reason")},
         ),

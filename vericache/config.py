@@ -19,6 +19,8 @@ ENV_FILE = "VERICACHE_CONFIG"  # path of the YAML file
 KEY = "vericache"  # where the configuration lives in vLLM's additional_config
 
 
+SWITCHES = ("bitwise", "shared_verifies", "reuse_scores")  # on or off, which YAML 1.1 reads as booleans
+
 Width = Literal[2, 3, 4, 16]  # bits of a number, ``compressors.bits.WIDTHS``
 
 
@@ -50,6 +52,11 @@ class VeriCacheConfig(BaseModel):
         "on",
         description="on: requests whose prompts begin alike keep that part once in the host and verify together on one "
         "reload of it, where vLLM's prefix cache is on",
+    )
+    reuse_scores: Literal["on", "off"] = Field(
+        "on",
+        description="on: scores that do not depend on what comes behind (compressor kvzip) are kept for contexts that "
+        "begin alike, where vLLM's prefix cache is on",
     )
     verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")
     compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
@@ -142,9 +149,9 @@ class VeriCacheConfig(BaseModel):
     @classmethod
     def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML 1.1 reads ``off`` and ``yes`` as booleans, and Python takes those for numbers. No setting is one."""
-        if info.field_name in ("mode", "bitwise", "shared_verifies") and value is False:
+        if info.field_name in ("mode", *SWITCHES) and value is False:
             return "off"
-        if info.field_name in ("bitwise", "shared_verifies") and value is True:
+        if info.field_name in SWITCHES and value is True:
             return "on"
         if isinstance(value, bool):
             raise ValueError(f"got the boolean {value}")

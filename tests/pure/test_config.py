@@ -44,6 +44,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "mode": "off",
         "bitwise": "on",
         "shared_verifies": "off",
+        "reuse_scores": "off",
         "policy": "lockstep",
         "draft_policy": "bandit",
         "page_format": "kivi2",

@@ -121,4 +121,4 @@ def compress(
 
 
 def probe(slot: int, spec: MethodSpec = SCORED, index: int = 0, replay: bool = True) -> ProbeRow:
-    return ProbeRow("p", "a", slot, index, 10, spec, (7, 2, 9), replay)
+    return ProbeRow("p", "a", slot, index, 10, spec, (7, 2, 9), replay, index == 0)

@@ -32,6 +32,7 @@ from vericache.engine.ops import MEASURED, DraftRow, Load, Offload, StepReport, 
 from vericache.engine.plan import Bounds, Draft, StepPlan, Verify
 from vericache.engine.prestore import Prestore
 from vericache.engine.reservations import Reservations, Want
+from vericache.engine.score_parts import ScoreParts
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.tails import TailSizes
 from vericache.errors import RequestError
@@ -57,6 +58,7 @@ class Coordinator:
         self.records: dict[str, Detached] = {}
         self.reserved = Reservations(plan, blocks, bounds.seats)
         self.prestore = Prestore(self.reserved)
+        self.scores = ScoreParts(plan.host_pages * plan.block_tokens)  # of as much context as the host holds KV of
         self.stats = EngineStats()
         self.past: dict[str, Detached] = {}  # records of requests that became plain rows again
         self._folds: list[tuple[int, int]] = []  # (slot, strips) for the next step
@@ -74,7 +76,9 @@ class Coordinator:
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
         self.reserved.sharing = settings.shared_verifies == "on"
         self.reserved.tails = TailSizes.of(self.plan.page_format, settings.recent, settings.window)
-        self.demotion = Demotion(self.reserved, self.bounds, self.texts, settings.verify_tokens)
+        self.demotion = Demotion(
+            self.reserved, self.scores, settings.reuse_scores == "on", self.bounds, self.texts, settings.verify_tokens
+        )
         self.needs = RoundNeeds(
             self.records, self.planner, self.reserved, self.bounds, self.throughput, settings.tail_tokens
         )
@@ -278,6 +282,7 @@ class Coordinator:
             if not self._is_live(record):
                 continue
             if record.request_id in failed:
+                self.scores.withdraw(record.known)
                 (recompute if record.anew else rejoin).append(record)
                 self.abandon(record, "compression_failed")
             else:
@@ -326,6 +331,11 @@ class Coordinator:
     def _settle(self, record: Detached, head_pages: int, simulated_bytes: int | None) -> None:
         """The slot is filled: give the full KV's blocks back and wait for a round."""
         self.stats.telemetry.count("vericache_recompressions" if record.anew else "vericache_demotions")
+        self.stats.telemetry.count("vericache_reused_score_tokens", sum(part.tokens for part in record.known))
+        for key, part in record.keep:
+            self.scores.add(key, part)
+        self.scores.release(record.known)
+        record.known, record.keep = [], []
         if not record.anew:
             record.blocks = self.blocks.detach(record.request) + record.blocks
         self.reserved.give_blocks(record)
@@ -409,6 +419,8 @@ class Coordinator:
 
     def _release(self, record: Detached) -> None:
         self._retire_shadow(record, self._forgotten)
+        self.scores.release(record.known)
+        self.scores.drop(record.keep)
         self._emptied.append(record.slot)
         self._ended.append(record.request_id)
         self.reserved.close(record)

@@ -4,8 +4,9 @@ A page is filed under its block's key (vLLM's block hash, which covers all token
 issued, and whoever needs the same block becomes another holder. It is not written again while anyone relies on it:
 write-back touches only blocks behind the prompt, which are nobody else's.
 
-Whoever holds or files a filed page holds the filed pages of all blocks before it. So the keys that are found are the
-first ones of a prompt, and along a request's pages there are fewer and fewer holders.
+Whoever holds or files a filed page holds the filed pages of all blocks before it, and a filed page has a holder. So the
+keys that are found are the first ones of a prompt, along a request's pages there are fewer and fewer holders, and when
+a copy failed its holders are all who could rely on it.
 """
 
 from bisect import bisect_left
@@ -58,18 +59,19 @@ class HostPages(IdPool):
         self._holders += 1
         return page
 
-    def release(self, ids: Iterable[int]) -> None:
-        """Let go of pages: the last holder's are free again. LedgerError when one of them is not held."""
+    def let_go(self, pages: Iterable[int]) -> list[int]:
+        """One holder less for each of ``pages``. Returns those that nobody holds any more: nobody finds them from now
+        on, and they are to be released once no step in flight writes to them."""
         last = []
-        for page in ids:
+        for page in pages:
             if more := self._more.pop(page, 0):
                 self._holders -= 1
                 if more > 1:
                     self._more[page] = more - 1
             else:
                 last.append(page)
-        super().release(last)
         self.withdraw(last)
+        return last
 
     def held_by_others(self, pages: Sequence[int]) -> int:
         """How many of a request's pages, the leading ones, have another holder."""

@@ -66,6 +66,9 @@ METRICS: dict[str, Metric] = {
     "vericache_iteration_seconds": Metric("gauge", "Iteration time the planner works with."),
     "vericache_demotions": Metric("counter", "Requests that left the device to draft."),
     "vericache_recompressions": Metric("counter", "Contexts compressed anew because their tail had grown long."),
+    "vericache_reused_score_tokens": Metric(
+        "counter", "Context tokens whose scores were held already, so that no scoring row was computed for them."
+    ),
     "vericache_promotions": Metric(
         "counter",
         "Drafting requests that became plain rows again: `room` in mode auto, else what failed.",

@@ -13,6 +13,7 @@ from compressors import MethodSpec
 from vericache.certified.attention import Policy
 from vericache.certified.certificate import Bound
 from vericache.certified.decided import Decided
+from vericache.engine.score_parts import ScorePart
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class ProbeRow:
     spec: MethodSpec
     blocks: tuple[int, ...]
     replay: bool  # known positions: K/V must not be written again
+    first: bool  # of the rows of its pass
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ class Compress:
     spec: MethodSpec
     probes: int  # scoring rows that must have been seen
     pages: tuple[int, ...] = ()  # the context's host pages, where decode is certified: absent tokens are fetched there
-    bound: Bound = "denominator"  # what is certified then
+    known: tuple[ScorePart, ...] = ()  # scores that are held, in place of further rows
+    keep: tuple[ScorePart, ...] = ()  # scores to hold from now on
+    forget: tuple[int, ...] = ()  # ids of parts not to be held any longer
+    bound: Bound = "denominator"  # what is certified, where decode is
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.batched_reference import Attend
 from benchmarks.certified import _decision_lines, combined
-from benchmarks.certified_model import Attend, Context, Recorded, thinned
+from benchmarks.certified_model import Context, Recorded, thinned
 from benchmarks.certified_quality import Methods
 from benchmarks.certified_run import budget_errors, decisions
 from tests.reference import Past, Row
