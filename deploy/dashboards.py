@@ -51,7 +51,11 @@ def mean(histogram: str) -> str:
 
 
 def quantiles(histogram: str, *wanted: float) -> dict[str, str]:
-    buckets = rate(f"{histogram}_bucket", "le")
+    return quantiles_by(histogram, "", *wanted)
+
+
+def quantiles_by(histogram: str, label: str, *wanted: float) -> dict[str, str]:
+    buckets = rate(f"{histogram}_bucket", f"le, {label}" if label else "le")
     return {f"p{round(q * 100)}": f"histogram_quantile({q}, {buckets})" for q in wanted}
 
 
@@ -164,7 +168,7 @@ ENGINE: Rows = {
         Panel(
             "Certified tokens and decisions", "ops", "Tokens, and decisions by what they read of the full KV.",
             {
-                "tokens": rate("vericache_certified_tokens_total"),
+                "tokens, {{bound}}": rate("vericache_certified_tokens_total", "bound"),
                 "read {{fetched}}": rate("vericache_certified_decisions_total", "fetched"),
             },
         ),
@@ -176,10 +180,10 @@ ENGINE: Rows = {
             },
         ),
         Panel(
-            "Promised and measured error", "percentunit", "Of attention: a token's largest certificate, true errors.",
+            "Promised and measured error", "percentunit", "Of what is certified: largest of a token, true ones.",
             {
-                "promised, p95": quantiles("vericache_certificate", 0.95)["p95"],
-                "measured, p95": quantiles("vericache_certified_error", 0.95)["p95"],
+                "{{bound}}, promised, p95": quantiles_by("vericache_certificate", "bound", 0.95)["p95"],
+                "{{bound}}, measured, p95": quantiles_by("vericache_certified_error", "bound", 0.95)["p95"],
             },
         ),
     ],

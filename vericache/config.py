@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from compressors import MethodError, MethodSpec, find, validate
 from compressors.budget import kept_count
+from vericache.certified.certificate import Bound
 from vericache.errors import ConfigError
 
 ENV_PREFIX = "VERICACHE_"
@@ -98,9 +99,12 @@ class VeriCacheConfig(BaseModel):
         None,
         description="file of a surrogate (`vericache surrogate train`), which compressors kvzap and fast_kvzip need",
     )
-    epsilon: float = Field(
-        0.05, gt=0, lt=1, description="certified decode: relative error of a query's softmax denominator"
+    bound: Bound = Field(
+        "denominator",
+        description="certified decode: what epsilon bounds the relative error of, a query's softmax denominator or the "
+        "attention's output, which fetches more",
     )
+    epsilon: float = Field(0.05, gt=0, lt=1, description="certified decode: relative error of what bound names")
     delta: float = Field(0.1, gt=0, lt=1, description="certified decode: probability that a query exceeds epsilon")
     sketch_radius: float = Field(
         1.0, ge=0, description="certified decode: standard deviations by which the sketch of a key may be wrong"
@@ -137,7 +141,7 @@ class VeriCacheConfig(BaseModel):
     link_bytes_per_second: float | None = Field(None, gt=0, description="fix L of the BW ring instead of measuring it")
     max_recoveries: int = Field(2, ge=0, description="failed demotions or reloads before a request stays resident")
     request_options: tuple[
-        Literal["mode", "draft_length", "compressor", "counts", "selector", "ratio", "epsilon", "delta"], ...
+        Literal["mode", "draft_length", "compressor", "counts", "selector", "ratio", "bound", "epsilon", "delta"], ...
     ] = Field(
         ("mode", "draft_length"),
         description="what clients may set for a request (vllm_xargs: vericache_mode, ...); certified decode, which is "

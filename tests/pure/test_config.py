@@ -68,6 +68,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "audit_keep": "tokens",
         "surrogate": "surrogate.safetensors",
         "layer_bits": ((4, 2), (16, 3)),
+        "bound": "output",
         "epsilon": 0.25,
         "delta": 0.5,
         "measured_share": 0.5,

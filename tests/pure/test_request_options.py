@@ -63,6 +63,11 @@ def test_off_and_draft() -> None:
         ("vericache_compressor", "pyramidkv", "cannot allocate counts 'per_head'"),
         ("vericache_counts", "per_token", "uniform"),
         ("vericache_selector", "best", "poisson"),
+        ("vericache_bound", "ouput", "got 'ouput'; did you mean 'output'?"),
+        ("vericache_bound", "nominator", "got 'nominator'; did you mean 'denominator'?"),
+        ("vericache_bound", "all", "'denominator' or 'output', got 'all'"),
+        ("vericache_bound", 1, "'denominator' or 'output', got 1"),
+        ("vericache_bound", "output", "holds for vericache_mode certified"),
         ("vericache_epsilon", 0.0, "greater than 0"),
         ("vericache_epsilon", -0.1, "greater than 0"),
         ("vericache_epsilon", 1.0, "less than 1"),
@@ -103,6 +108,20 @@ def test_certified_decode_samples_as_many_tokens_in_every_head() -> None:
     assert by_default is not None
     assert by_default.target.eps == OPEN.epsilon
     assert RequestSettings(OPEN, {"vericache_mode": "draft"}).certified is None
+
+
+def test_what_is_certified_is_the_servers_choice_and_then_the_clients() -> None:
+    server = OPEN.model_copy(update={"bound": "output"})
+    asked = {
+        "denominator": RequestSettings(OPEN, CERTIFIED),
+        "output": RequestSettings(OPEN, {**CERTIFIED, "vericache_bound": "output"}),
+    }
+    for bound, settings in asked.items():
+        assert settings.certified is not None
+        assert settings.certified.target.bound == bound
+    by_default = RequestSettings(server, CERTIFIED).certified
+    assert by_default is not None
+    assert by_default.target.bound == "output"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class CertifiedSoFar:
         """What the response says (JSON types only)."""
         d = self.decided
         return {
+            "bound": self.policy.target.bound,
             "epsilon": self.policy.target.eps,
             "delta": self.policy.target.delta,
             "tokens": self.rows,
@@ -71,7 +72,7 @@ def count(plan: StepPlan, report: StepReport, telemetry: Telemetry) -> None:
         total = so_far.decided + found
         # One for every token of a long output would be a long list: the largest is kept.
         so_far.decided = replace(total, certificates=(max(total.certificates),))
-        telemetry.certified(found)
+        telemetry.certified(found, so_far.policy.target.bound)
 
 
 def tail_is_full(record: Detached) -> bool:

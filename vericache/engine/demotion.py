@@ -1,7 +1,7 @@
 """How a request leaves the device: its scoring rows, then one step that copies its KV to the host and compresses it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compressors import METHODS
 from vericache.engine.blocks import ids
@@ -63,13 +63,15 @@ class Demotion:
 
     def _compress(self, record: Detached, held: Sequence[int]) -> Compress:
         assert record.probes is not None
-        pages = tuple(record.host_pages[: len(held)]) if record.certified is not None else ()
-        block_tokens = self.reserved.plan.block_tokens if self.remember and record.certified is None else None
         rows, keep = len(record.probes) - len(record.known), tuple(part for _, part in record.keep)
-        return Compress(
-            record.request_id, record.slot, tuple(held), record.context, record.spec, rows, pages,
-            tuple(record.known), keep, self.scores.dropped(), block_tokens,
+        op = Compress(
+            record.request_id, record.slot, tuple(held), record.context, record.spec, rows,
+            known=tuple(record.known), keep=keep, forget=self.scores.dropped(),
         )  # fmt: skip
+        if record.certified is None:
+            return replace(op, block_tokens=self.reserved.plan.block_tokens if self.remember else None)
+        pages, bound = tuple(record.host_pages[: len(held)]), record.certified.policy.target.bound
+        return replace(op, pages=pages, bound=bound)
 
     def _own_part(self, record: Detached) -> Scored | None:
         """The scores that the next row is for, where they hold for other contexts, too: those of full blocks, known by

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from compressors import MethodSpec
 from vericache.certified.attention import Policy
+from vericache.certified.certificate import Bound
 from vericache.certified.decided import Decided
 from vericache.engine.score_parts import ScorePart
 
@@ -85,6 +86,7 @@ class Compress:
     known: tuple[ScorePart, ...] = ()  # scores that are held, in place of further rows
     keep: tuple[ScorePart, ...] = ()  # scores to hold from now on
     forget: tuple[int, ...] = ()  # ids of parts not to be held any longer
+    bound: Bound = "denominator"  # what is certified, where decode is
     block_tokens: int | None = None  # of a block, where reloads are to leave out what is kept
 
 
