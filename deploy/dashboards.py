@@ -103,10 +103,12 @@ ENGINE: Rows = {
             {"link time": "max(vericache_link_ring_ratio{$S})", "pages": "max(vericache_page_ring_pages{$S})"},
         ),
         Panel(
-            "Link bytes", "Bps", "KV bytes between host and device; saved: reloads of a prefix that others brought.",
+            "Link bytes", "Bps", "KV bytes between host and device; saved: reloads of a prefix that others brought; "
+            "kept: what reloads took from the arena.",
             {
                 "{{direction}}": rate("vericache_link_bytes_total", "direction"),
                 "saved": rate("vericache_shared_reload_bytes_total"),
+                "kept": rate("vericache_kept_reload_bytes_total"),
             },
         ),
         Panel("Reload time", "s", "Reloads of one step.", quantiles("vericache_reload_seconds", 0.5, 0.99)),

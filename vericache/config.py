@@ -19,7 +19,12 @@ ENV_FILE = "VERICACHE_CONFIG"  # path of the YAML file
 KEY = "vericache"  # where the configuration lives in vLLM's additional_config
 
 
-SWITCHES = ("bitwise", "shared_verifies", "reuse_scores")  # on or off, which YAML 1.1 reads as booleans
+SWITCHES = (
+    "bitwise",
+    "shared_verifies",
+    "residual_reload",
+    "reuse_scores",
+)  # on or off, which YAML 1.1 reads as booleans
 
 Width = Literal[2, 3, 4, 16]  # bits of a number, ``compressors.bits.WIDTHS``
 
@@ -52,6 +57,10 @@ class VeriCacheConfig(BaseModel):
         "on",
         description="on: requests whose prompts begin alike keep that part once in the host and verify together on one "
         "reload of it, where vLLM's prefix cache is on",
+    )
+    residual_reload: Literal["on", "off"] = Field(
+        "off",
+        description="on: a reload fetches from the host only what the arena does not hold; needs page_format plain",
     )
     reuse_scores: Literal["on", "off"] = Field(
         "on",
@@ -172,6 +181,11 @@ class VeriCacheConfig(BaseModel):
             raise ValueError(
                 f"layer_bits is given and page_format is {self.page_format}, which has one width; set page_format to "
                 f"turboquant_mixed, or leave layer_bits out"
+            )
+        if self.residual_reload == "on" and self.page_format != "plain":
+            raise ValueError(
+                f"residual_reload is on and page_format is {self.page_format}, whose pages do not hold tokens as they "
+                f"are; set page_format to plain, or leave residual_reload out"
             )
         if self.arena_fraction == 0 and (self.mode == "draft" or "epsilon" in self.request_options):
             asks = "mode is draft" if self.mode == "draft" else "request_options names epsilon"

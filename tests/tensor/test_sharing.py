@@ -69,6 +69,7 @@ class World:
         self.reserved = Reservations(plan, DeviceBlocks(manager), 100)
         self.reserved.sharing = True
         self.host, self.device = dict[int, object](), dict[int, object]()
+        self.writer = dict[int, Actor]()  # of a host page
         self.actors: list[Actor] = []
         self.seen = Counter[str]()
         self.failed: list[Offload | Load] = []  # in a step whose result is not known
@@ -107,7 +108,7 @@ class World:
         for i, page in zip(missing, pages, strict=True):
             users = [a for a in self.actors if a is not actor and page in a.host_pages[: a.stored]]
             assert not users, "nobody relies on a page that is written"
-            self.host[page] = "lost" if fails else actor.content(i)
+            self.host[page], self.writer[page] = "lost" if fails else actor.content(i), actor
         actor.stored, actor.relies, actor.lost = end, end == last, actor.lost and end < last
         if fails:
             self.failed.append(Offload(actor.request_id, (0,) * len(pages), pages))
@@ -206,6 +207,15 @@ class World:
                 pages = actor.host_pages[:count]
                 assert [self.host[p] for p in pages] == [actor.content(i) for i in range(count)]
 
+    def pages_that_are_not_mixed_hold_what_their_holder_computed(self) -> None:
+        for actor in self.actors:
+            if actor.relies:
+                first = self.reserved.host.mixed(actor.host_pages)
+                assert first >= actor.copies
+                assert first >= self.reserved.host.held_by_others(actor.host_pages)
+                count = -(-len(actor.tokens) // BLOCK)
+                assert all(self.writer[page] is actor for page in actor.host_pages[first:count])
+
     def pages_and_blocks_are_counted_once(self) -> None:
         host, transient = self.reserved.host, self.reserved.transient
         held = {page for a in self.actors for page in a.host_pages}
@@ -242,7 +252,7 @@ class World:
         assert not len(self.reserved.transient)
         assert not self.reserved.blocks.used
         host = self.reserved.host
-        assert not any((host._filed, host._keys, host._more, host._holders))
+        assert not any((host._filed, host._keys, host._more, host._holders, host._mixed))
 
 
 def _report(op: Offload | Load) -> tuple[StepPlan, StepReport]:
@@ -261,6 +271,7 @@ def test_what_is_shared_is_kept_once_and_never_written_or_given_away_while_it_is
         for _ in range(250):
             chance.choices(moves, [4, 6, 6, 5, 6, 0.5, 1])[0](chance)
             world.who_relies_on_a_page_finds_its_tokens_there()
+            world.pages_that_are_not_mixed_hold_what_their_holder_computed()
             world.pages_and_blocks_are_counted_once()
             world.equal_prompts_share_all_they_can()
         seen.update(world.seen)

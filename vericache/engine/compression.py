@@ -98,7 +98,8 @@ class CompressionWorker:
             self._arena.drop(op.slot)
             error = pass_.error
             raise CompressionError(f"compressor {op.spec.name!r} failed: {type(error).__name__}: {error}") from error
-        used = self._arena.put(op.slot, kept, self._layout.source(self._caches, blocks, op.context), op.context)
+        source = self._layout.source(self._caches, blocks, op.context)
+        used = self._arena.put(op.slot, kept, source, op.context, op.block_tokens)
         if op.pages:
             assert self._certified is not None, "refused at the door (engine.support.certified_refused)"
             self._certified.fill(op, kept, blocks)

@@ -32,6 +32,7 @@ from vericache.engine.ops import MEASURED, DraftRow, Load, Offload, StepReport, 
 from vericache.engine.plan import Bounds, Draft, StepPlan, Verify
 from vericache.engine.prestore import Prestore
 from vericache.engine.reservations import Reservations, Want
+from vericache.engine.residual import Residual
 from vericache.engine.score_parts import ScoreParts
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.tails import TailSizes
@@ -76,11 +77,13 @@ class Coordinator:
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
         self.reserved.sharing = settings.shared_verifies == "on"
         self.reserved.tails = TailSizes.of(self.plan.page_format, settings.recent, settings.window)
+        self.residual = Residual(self.reserved, settings.ratio if settings.residual_reload == "on" else 0.0)
         self.demotion = Demotion(
-            self.reserved, self.scores, settings.reuse_scores == "on", self.bounds, self.texts, settings.verify_tokens
-        )
+            self.reserved, self.scores, settings.reuse_scores == "on", self.bounds, self.texts, settings.verify_tokens,
+            self.residual.on,
+        )  # fmt: skip
         self.needs = RoundNeeds(
-            self.records, self.planner, self.reserved, self.bounds, self.throughput, settings.tail_tokens
+            self.records, self.planner, self.reserved, self.bounds, self.throughput, settings.tail_tokens, self.residual
         )
         self.elastic = Elastic(self)
 
@@ -181,6 +184,7 @@ class Coordinator:
         reserved = 0 if self.planner.late else head_blocks
         self._forgotten += [p.row.row_id for p in out.probes]  # from the next step on
         out.before += self._store_ahead(running)
+        self.residual.review(self.records.values())
         limits = Limits(self.throughput.iteration_ns, self.needs.transient_blocks(running, reserved))
         self.elastic.review(limits.pages)
         tick = self.planner.tick(self.needs, limits)
@@ -204,10 +208,8 @@ class Coordinator:
         )
 
     def _load(self, record: Detached) -> Load:
-        """Also where nothing is left to copy: the verify row waits for this, which comes after what others load."""
-        rest = slice(record.here, self.plan.blocks_for(record.context))
         self.stats.telemetry.count("vericache_shared_reload_bytes", record.here * self.plan.block_bytes)
-        return Load(record.request_id, tuple(record.host_pages[rest]), tuple(ids(record.blocks)[rest]))
+        return self.residual.load(record)
 
     def _draft(self, record: Detached, out: StepPlan) -> None:
         round_ = self.planner.tracks[record.request_id].round
@@ -286,7 +288,7 @@ class Coordinator:
                 (recompute if record.anew else rejoin).append(record)
                 self.abandon(record, "compression_failed")
             else:
-                self._settle(record, report.compressed[record.request_id], report.simulated.get(record.request_id))
+                self._settle(record, report)
         for verify in plan.verifies:
             record = verify.record
             if not self._is_live(record):
@@ -328,8 +330,9 @@ class Coordinator:
     def _is_live(self, record: Detached) -> bool:
         return self.records.get(record.request_id) is record
 
-    def _settle(self, record: Detached, head_pages: int, simulated_bytes: int | None) -> None:
+    def _settle(self, record: Detached, report: StepReport) -> None:
         """The slot is filled: give the full KV's blocks back and wait for a round."""
+        head_pages = report.compressed[record.request_id]
         self.stats.telemetry.count("vericache_recompressions" if record.anew else "vericache_demotions")
         self.stats.telemetry.count("vericache_reused_score_tokens", sum(part.tokens for part in record.known))
         for key, part in record.keep:
@@ -344,7 +347,9 @@ class Coordinator:
         record.folded = 0
         record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0
         record.wider, record.rounds_before = None, len(record.rounds)
-        record.compressed_bytes, record.simulated_bytes = self.plan.compressed_bytes(head_pages), simulated_bytes
+        record.compressed_bytes = self.plan.compressed_bytes(head_pages)
+        record.simulated_bytes = report.simulated.get(record.request_id)
+        record.kept_bytes = report.kept.get(record.request_id, 0)
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context, record.certified is not None)
 

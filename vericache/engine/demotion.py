@@ -25,6 +25,7 @@ class Demotion:
     bounds: Bounds
     texts: Mapping[str, Mapping[str, Sequence[int]]]
     verify_tokens: int
+    remember: bool  # which tokens are kept, for reloads that leave them out
 
     @property
     def scoring_room(self) -> int:
@@ -68,7 +69,7 @@ class Demotion:
             known=tuple(record.known), keep=keep, forget=self.scores.dropped(),
         )  # fmt: skip
         if record.certified is None:
-            return op
+            return replace(op, block_tokens=self.reserved.plan.block_tokens if self.remember else None)
         pages, bound = tuple(record.host_pages[: len(held)]), record.certified.policy.target.bound
         return replace(op, pages=pages, bound=bound)
 

@@ -51,6 +51,7 @@ class Detached:
     compressed_bytes: int = 0  # compressed pages, their tables and counts, at the last compression
     simulated_bytes: int | None = None  # what they would take if they were packed, where pages are simulated
     full_bytes: int = 1  # full KV of the same context
+    kept_bytes: int = 0  # of it, what a reload can leave out: keys and values in the arena, if it may use them
     recoveries: int = 0  # times the request had to become a plain row again
     certified: "CertifiedSoFar | None" = None  # it decodes by certified rows instead of rounds
 

@@ -184,7 +184,8 @@ class Elastic:
         shorter, looks no better than it is."""
         found = self._coordinator
         throughput = found.throughput
-        moved = found.plan.block_bytes * found.reserved.host.share  # a page that several need is reloaded once
+        # A page that several need is reloaded once, and what the arena holds of it not at all.
+        moved = found.plan.block_bytes * found.reserved.host.share * found.residual.crossing
         return Pace(throughput.iteration.value, 0.0, moved / throughput.bandwidth.value)
 
     def _working(self, change: int) -> int:

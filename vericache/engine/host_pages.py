@@ -24,6 +24,7 @@ class HostPages(IdPool):
         self._holders = 0  # sum of these
         self._filed: dict[Hashable, int] = {}  # key -> page
         self._keys: dict[int, Hashable] = {}
+        self._mixed: set[int] = set()  # pages whose bytes need not be those that each holder's own prefill computed
 
     @property
     def share(self) -> float:
@@ -57,7 +58,17 @@ class HostPages(IdPool):
         """Become another holder of ``page``, which is returned."""
         self._more[page] = self._more.get(page, 0) + 1
         self._holders += 1
+        self.mix([page])
         return page
+
+    def mix(self, pages: Iterable[int]) -> None:
+        """These, a request's leading pages, may hold what another prefill computed than their holder relies on."""
+        self._mixed.update(pages)
+
+    def mixed(self, pages: Sequence[int]) -> int:
+        """How many of a request's pages, the leading ones, may hold what another prefill computed: they have, or had,
+        several holders."""
+        return bisect_left(pages, True, key=lambda page: page not in self._mixed)
 
     def let_go(self, pages: Iterable[int]) -> list[int]:
         """One holder less for each of ``pages``. Returns those that nobody holds any more: nobody finds them from now
@@ -71,6 +82,7 @@ class HostPages(IdPool):
             else:
                 last.append(page)
         self.withdraw(last)
+        self._mixed.difference_update(last)
         return last
 
     def held_by_others(self, pages: Sequence[int]) -> int:

@@ -61,6 +61,9 @@ METRICS: dict[str, Metric] = {
     "vericache_shared_reload_bytes": Metric(
         "counter", "KV bytes that reloads found on the device, because others with the same prefix had brought them."
     ),
+    "vericache_kept_reload_bytes": Metric(
+        "counter", "KV bytes that reloads took from the draft arena instead of the host (residual_reload)."
+    ),
     "vericache_link_busy_seconds": Metric("counter", "Time copies took.", "direction", values=DIRECTIONS),
     "vericache_link_capacity_bytes_per_second": Metric("gauge", "Link bandwidth the planner works with."),
     "vericache_iteration_seconds": Metric("gauge", "Iteration time the planner works with."),

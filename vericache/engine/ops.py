@@ -87,15 +87,21 @@ class Compress:
     keep: tuple[ScorePart, ...] = ()  # scores to hold from now on
     forget: tuple[int, ...] = ()  # ids of parts not to be held any longer
     bound: Bound = "denominator"  # what is certified, where decode is
+    block_tokens: int | None = None  # of a block, where reloads are to leave out what is kept
 
 
 @dataclass(frozen=True)
 class Load:
-    """Copy host pages to device blocks, before the forward pass."""
+    """Copy host pages to device blocks, before the forward pass. What arena slot ``slot`` holds of them comes from
+    there: ``blocks`` are the request's from its block ``first`` on, of which the ``whole`` leading ones come from the
+    host."""
 
     request_id: str
     pages: tuple[int, ...]
     blocks: tuple[int, ...]
+    slot: int | None = None
+    first: int = 0
+    whole: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,12 +149,13 @@ MEASURED = "Measured"  # a Transfer that served nothing but to measure the link 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes moved by one kind of operation, and the time it took (seconds). ``op`` is the operation's class name, or
-    ``MEASURED``."""
+    """Bytes moved over the link by one operation, and the time it took (seconds). ``op`` is the operation's class name,
+    or ``MEASURED``; ``kept``: bytes that the device held already."""
 
     op: str
     num_bytes: int
     seconds: float
+    kept: int = 0
 
 
 @dataclass
@@ -161,9 +168,11 @@ class StepReport(KVConnectorWorkerMetadata):
     simulated: dict[str, int] = field(default_factory=dict)  # where pages are: request -> bytes of packed ones
     arena_bytes: int = 0  # held by slots after this step
     certified: dict[str, Decided] = field(default_factory=dict)  # by request, of its row in this step
+    kept: dict[str, int] = field(default_factory=dict)  # where reloads leave them out: request -> bytes of kept tokens
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """Combine the ranks' reports: every failure counts, sizes are the largest rank's."""
+        """Combine the ranks' reports: every failure counts, sizes are the largest rank's. What reloads leave out is the
+        smallest: they take as long as the one with the most to fetch."""
         assert isinstance(other, StepReport)
 
         def largest(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
@@ -177,4 +186,5 @@ class StepReport(KVConnectorWorkerMetadata):
             largest(self.simulated, other.simulated),
             max(self.arena_bytes, other.arena_bytes),
             {k: self.certified.get(k, Decided()) + other.certified.get(k, Decided()) for k in requests},
+            {k: min(n, other.kept.get(k, n)) for k, n in (other.kept | self.kept).items()},
         )
