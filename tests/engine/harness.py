@@ -70,7 +70,7 @@ def assert_at_rest(engine: LiveEngine) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert not coordinator.records
-    assert not coordinator._asked
+    assert coordinator.terms.none_known
     assert not coordinator.planner.tracks
     assert not coordinator.reserved.fence.pending
     assert not scheduler._in_flight

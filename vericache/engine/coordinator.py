@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from compressors import METHODS, MethodError, MethodSpec
+from compressors import MethodError
 from scheduler.admission import Limits, LockStep, Staggered
 from scheduler.draft_length import POLICIES
 from scheduler.lifecycle import State
@@ -23,7 +23,7 @@ from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.demotion import Demotion
 from vericache.engine.detached import Detached
 from vericache.engine.elastic import Elastic
-from vericache.engine.eligibility import NO_ARENA, Reason, end_tokens, resident_reason
+from vericache.engine.eligibility import end_tokens
 from vericache.engine.grammar import Grammars
 from vericache.engine.losses import without_copy
 from vericache.engine.needs import RoundNeeds
@@ -31,13 +31,12 @@ from vericache.engine.observe import EngineStats
 from vericache.engine.ops import MEASURED, DraftRow, Load, Offload, StepReport, VerifyRow, WriteBack
 from vericache.engine.plan import Bounds, Draft, StepPlan, Verify
 from vericache.engine.prestore import Prestore
-from vericache.engine.reservations import Reservations, Want
+from vericache.engine.reservations import Reservations
 from vericache.engine.residual import Residual
 from vericache.engine.score_parts import ScoreParts
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.tails import TailSizes
-from vericache.errors import RequestError
-from vericache.request_options import RequestSettings
+from vericache.engine.terms import Terms
 
 UNKNOWN = -1  # stands for a draft in a verify row
 
@@ -71,7 +70,6 @@ class Coordinator:
         """Change policy, draft length, method or thresholds; only while no request is detached."""
         assert not self.records, f"settings change only while no request is detached, {len(self.records)} are"
         self.settings = settings
-        self._asked: dict[str, RequestSettings] = {}
         self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
         policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
@@ -82,6 +80,9 @@ class Coordinator:
             self.reserved, self.scores, settings.reuse_scores == "on", self.bounds, self.texts, settings.verify_tokens,
             self.residual.on,
         )  # fmt: skip
+        self.terms = Terms(
+            settings, self.bounds, self.texts, self.demotion.scoring_room, self.reserved, self.prestore, self.past
+        )
         self.needs = RoundNeeds(
             self.records, self.planner, self.reserved, self.bounds, self.throughput, settings.tail_tokens, self.residual
         )
@@ -89,34 +90,13 @@ class Coordinator:
 
     # -- leaving the device ----------------------------------------------------------------------------
 
-    def resident_reason(self, request: Request) -> Reason | None:
-        """Why a request stays a plain vLLM row; None when it may draft, resources permitting."""
-        try:
-            asked = self.asked(request)
-        except RequestError as error:  # the front door checks it; an engine must not fail over one request
-            return Reason("bad_option", str(error))
-        if self.settings.mode == "off" or asked.off:
-            return Reason("off", "mode is off")
-        if not self.plan.drafts:
-            return NO_ARENA
-        past = self.past.get(request.request_id)
-        if past is not None and past.recoveries > self.settings.max_recoveries:
-            return Reason("failures", f"demotion or reload failed {past.recoveries} times")
-        if reason := resident_reason(request, asked.min_prompt_tokens):
-            return reason
-        try:
-            self._fitted(request)
-        except MethodError as error:
-            return Reason("method", str(error))
-        return None
-
     def detach(self, request: Request) -> bool:
         """Take everything the request needs to draft, all or nothing; False leaves it resident."""
-        record = self.reserved.open(request, *self._terms(request))
+        record = self.terms.open(request)
         if record is None:
             return False
         record.stored = self.prestore.hand_over(request.request_id)
-        asked, record.since = self.asked(request), self.planner.rings.now
+        asked, record.since = self.terms.asked(request), self.planner.rings.now
         record.certified = certified.begin(asked.certified)
         record.lengths = POLICIES[asked.draft_policy](asked.config.draft_length, self.elastic.seen.chance)
         if past := self.past.pop(record.request_id, None):
@@ -125,41 +105,6 @@ class Coordinator:
         self.records[record.request_id] = record
         self.planner.demote(record.request_id)
         return True
-
-    def want(self, request: Request) -> Want:
-        """What the request must be given to draft."""
-        return self.reserved.want(request, *self._terms(request))
-
-    def _terms(self, request: Request) -> tuple[MethodSpec, int, int, list[int]]:
-        """Method, tail and window with which the request drafts, and the host pages it has already."""
-        window = self.settings.window
-        tail = min(self.settings.tail_tokens, request.max_tokens) + window
-        return self._fitted(request), tail, window, self.prestore.pages(request.request_id)
-
-    def asked(self, request: Request) -> RequestSettings:
-        """The settings as they hold for this request. Raises RequestError."""
-        found = self._asked.get(request.request_id)
-        if found is None:
-            params = request.sampling_params
-            extra = params.extra_args if params is not None else None
-            found = RequestSettings(self.settings, extra, True, certified.refused(self.bounds))
-            self._asked[request.request_id] = found
-        return found
-
-    def always(self, request: Request) -> bool:
-        """The request drafts whether or not blocks run short."""
-        try:
-            return self.asked(request).always
-        except RequestError:
-            return False
-
-    def _fitted(self, request: Request) -> MethodSpec:
-        """The request's method with scoring rows that fit in a step and behind the context."""
-        config = self.asked(request).config
-        if config.compressor not in self.texts:  # the front door refuses it
-            raise MethodError(f"this server lets no client choose compressor {config.compressor!r}")
-        room = min(self.demotion.scoring_room, self.bounds.max_model_len - request.num_tokens - 1)
-        return METHODS[config.compressor].fit(config.method, room)
 
     # -- planning one step -----------------------------------------------------------------------------
 
@@ -203,9 +148,7 @@ class Coordinator:
         most = max(1, int(link / self.plan.block_bytes))
         window = self.settings.window
         spare = len(self.records) * self.plan.blocks_for(window)  # for what is drafting already
-        return self.prestore.step(
-            running, lambda r: self.always(r) and self.resident_reason(r) is None, window, spare, most
-        )
+        return self.prestore.step(running, self.terms.leaves, window, spare, most)
 
     def _load(self, record: Detached) -> Load:
         self.stats.telemetry.count("vericache_shared_reload_bytes", record.here * self.plan.block_bytes)
@@ -363,7 +306,7 @@ class Coordinator:
     def _go_on(self, record: Detached) -> None:
         """Another round: its blocks are given back, verified tokens leave the uncompressed tail for packed pages."""
         self.reserved.give_blocks(record)
-        record.look_back(self.asked(record.request).config.ratio_limit)
+        record.look_back(self.terms.asked(record.request).config.ratio_limit)
         if strips := self.reserved.fold(record):
             self._folds.append((record.slot, strips))
         self.planner.verified(record.request_id, record.context, self.needs.draft_limit(record.request_id))
@@ -372,7 +315,7 @@ class Coordinator:
         """The tail is long, or too little is kept: compress the context again while its full KV is on the device."""
         assert self.planner.tracks[record.request_id].round is None, "no round begins ahead of a compression"
         try:
-            spec = self._fitted(record.request)
+            spec = self.terms.method(record.request)
         except MethodError:
             return False
         record.anew = self.reserved.refit(record, spec, wider)
@@ -391,12 +334,14 @@ class Coordinator:
             self._release(record)
             summary = record.summary()
         else:
-            reason = self.resident_reason(request) or self.elastic.resident(request.request_id, self.always(request))
+            reason = self.terms.resident_reason(request) or self.elastic.resident(
+                request.request_id, self.terms.always(request)
+            )
             past = self.past.pop(request.request_id, None)
             summary = past.summary(reason.text) if past else {"mode": "resident", "reason": reason.text}
             if past is None:
                 self.stats.telemetry.count("vericache_fallbacks", label=reason.code)
-        self._asked.pop(request.request_id, None)
+        self.terms.forget(request.request_id)
         self.elastic.forget(request.request_id)
         return summary
 

@@ -139,7 +139,7 @@ def demote(engine: Harness, count: int) -> None:
 
     def forced(ready: Any, *rest: Any) -> list[Any]:
         nonlocal count
-        able = [r for r in ready if engine.coordinator.resident_reason(r) is None][:count]
+        able = [r for r in ready if engine.coordinator.terms.resident_reason(r) is None][:count]
         count -= len(able)
         return able if able else leaving(iter(()), *rest)
 
@@ -169,7 +169,7 @@ def any_mix(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[
     elastic, aborted, done, lent = coordinator.elastic, set[str](), {}, 0
 
     def leaving(ready: Any, *_: Any) -> list[Any]:
-        return [r for r in ready if coordinator.resident_reason(r) is None and rng.random() < 0.15]
+        return [r for r in ready if coordinator.terms.resident_reason(r) is None and rng.random() < 0.15]
 
     def review(room: int) -> None:
         elastic._room = room
@@ -219,7 +219,7 @@ def test_to_and_fro(engine: Harness, texts: dict[str, list[int]], stock: dict[st
     moves = []
 
     def leaving(ready: Any, *_: Any) -> list[Any]:
-        return [r for r in ready if coordinator.resident_reason(r) is None]
+        return [r for r in ready if coordinator.terms.resident_reason(r) is None]
 
     def review(room: int) -> None:
         coordinator.elastic._room = room
