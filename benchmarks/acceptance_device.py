@@ -3,22 +3,19 @@ a grid which takes days on two cores is measured on a GPU. Scorers see what the 
 their rows, keys and values of the context), in float32; what scoring costs in the engine is not measured here."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.acceptance_grid import FULL, Method
-from benchmarks.acceptance_rounds import Predicted, Refused, Selected, recorded_scores, selected
+from benchmarks.acceptance_rounds import Predicted, Refused
 from benchmarks.batched_reference import BatchedReference
 from benchmarks.scoring import score
 from compressors import METHODS, Kept, MethodError, MethodSpec, Rotary, Shape, create
 from tests.reference import Choose, Past, Row, greedy
-from vericache.config import VeriCacheConfig
 from vericache.demo.prompts import PROMPTS, load
 from vericache.engine.texts import turn_text
 
@@ -68,25 +65,11 @@ class DeviceRun(Predicted):
 
     # -- what a method keeps ---------------------------------------------------------------------------------------
 
-    def select(self, method: Method, ratio: float) -> dict[str, Selected]:
-        if method == FULL:
-            return {name: self._everything(len(ids)) for name, ids in self.prompts.items()}
-        try:
-            spec = VeriCacheConfig(**method.arguments, ratio=ratio).method
-        except ValidationError as error:
-            raise Refused("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
-        known = self.scores(method)
-        if known:
-            return {name: known[name].select(spec) for name in self.prompts}
-        found = {}
-        with recorded_scores() as scores:
-            for name, ids in self.prompts.items():
-                found[name] = selected(self._compressed(name, spec), len(ids))
-                if scores:
-                    known[name] = scores.pop()
-        return found
+    def compressed(self, spec: MethodSpec) -> Iterator[tuple[str, Kept, float | None]]:
+        for name in self.prompts:
+            yield name, self._kept(name, spec), None
 
-    def _compressed(self, name: str, spec: MethodSpec) -> Kept:
+    def _kept(self, name: str, spec: MethodSpec) -> Kept:
         ids, past, method = self.prompts[name], self._prompt_kv(name), METHODS[spec.name]
         try:
             spec = method.fit(spec, ROW_TOKENS)

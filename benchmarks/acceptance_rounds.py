@@ -6,14 +6,15 @@ import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from benchmarks.acceptance_engine import LOOPS_BELOW, distinct_4_grams
-from benchmarks.acceptance_grid import Method
+from benchmarks.acceptance_grid import FULL, Method
 from compressors import Compressor, Kept, MethodSpec, Scorer
 from tests.packings import Packing, packing
 from tests.reference import Choose, Past, Reference, Rounds, run
@@ -23,6 +24,15 @@ from vericache.demo.prompts import PROMPTS
 
 class Refused(Exception):  # noqa: N818 it is no error of the benchmark's
     """The engine does not compress with this method, and why."""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Settings that do not go together refuse the method."""
+    try:
+        yield
+    except ValidationError as error:
+        raise Refused("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
 
 
 @dataclass(frozen=True)
@@ -111,9 +121,28 @@ class Predicted(ABC):
         """As ``outputs`` was sampled."""
 
     @abstractmethod
+    def compressed(self, spec: MethodSpec) -> Iterator[tuple[str, Kept, float | None]]:
+        """Every prompt with what is kept of it, and the seconds of that (see ``Selected``). Raises Refused."""
+
+    def spec(self, method: Method, ratio: float) -> MethodSpec:
+        """Raises Refused."""
+        with refusals():
+            return VeriCacheConfig(**method.arguments, ratio=ratio).method
+
     def select(self, method: Method, ratio: float) -> dict[str, Selected]:
         """What the method keeps of every prompt. With a scorer that has been there before, by what it said then: none
         looks at ratio or counts. Raises Refused."""
+        if method == FULL:
+            return {name: self._everything(len(ids)) for name, ids in self.prompts.items()}
+        spec, known, found = self.spec(method, ratio), self.scores(method), dict[str, Selected]()
+        if known:
+            return {name: known[name].select(spec) for name in self.prompts}
+        with recorded_scores() as scores:
+            for name, kept, seconds in self.compressed(spec):
+                found[name] = selected(kept, len(self.prompts[name]), seconds)
+                if scores:
+                    known[name] = replace(scores.pop(), seconds=seconds)
+        return found
 
     @property
     def header(self) -> dict[str, Any]:

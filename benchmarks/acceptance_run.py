@@ -4,21 +4,19 @@ the engine."""
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from vllm import SamplingParams
 
 from benchmarks.acceptance_grid import FULL, Method
-from benchmarks.acceptance_rounds import Predicted, Refused, Selected, recorded_scores, selected
+from benchmarks.acceptance_rounds import Predicted, Refused, refusals
 from benchmarks.engine import LiveEngine, summaries, tokens
-from compressors import Kept
+from compressors import Kept, MethodSpec
 from tests.reference import Choose, Reference, greedy, run
 from vericache.demo import model
 from vericache.demo.prompts import PROMPTS, load
@@ -33,7 +31,9 @@ class Run(Predicted):
     def __init__(self, args: argparse.Namespace) -> None:
         folder = model.prepare()
         arguments = {**ENGINE, "kv_cache_memory_bytes": 2 << 30, "enable_prefix_caching": True}
-        self.engine = LiveEngine(folder, arguments, {"min_prompt_tokens": 1024, "draft_length": CHECKED_DRAFTS})
+        self.engine = LiveEngine(
+            folder, arguments, {"min_prompt_tokens": 1024, "draft_length": CHECKED_DRAFTS, "reuse_scores": "off"}
+        )
         super().__init__(Reference(folder), load(args.prompts, self.engine.tokenizer), args)
         self._ids = count()
         self._prefills: list[float] = []
@@ -78,30 +78,19 @@ class Run(Predicted):
 
     # -- what a method keeps ---------------------------------------------------------------------------------------
 
-    def select(self, method: Method, ratio: float) -> dict[str, Selected]:
-        """Compresses every prompt in the engine, one at a time."""
-        if method == FULL:
-            return {name: self._everything(len(ids)) for name, ids in self.prompts.items()}
-        self._configure(method, ratio)
-        spec = self.engine.llm.vericache_config.method
-        known = self.scores(method)
-        if known:
-            return {name: known[name].select(spec) for name in self.prompts}
-        found = {}
-        with self.engine.recorded_kept() as kept, self._timed() as compressing, recorded_scores() as scores:
+    def spec(self, method: Method, ratio: float) -> MethodSpec:
+        """The engine's from here on."""
+        with refusals():
+            self.engine.configure(**method.arguments, ratio=ratio)
+        return self.engine.llm.vericache_config.method
+
+    def compressed(self, spec: MethodSpec) -> Iterator[tuple[str, Kept, float | None]]:
+        """In the engine, one at a time."""
+        with self.engine.recorded_kept() as kept, self._timed() as compressing:
             for name in self.prompts:
                 seconds = self._until_compressed(name, kept) + compressing[-1]
                 (selection,) = kept.popitem()[1]
-                found[name] = selected(selection, len(self.prompts[name]), seconds)
-                if scores:
-                    known[name] = replace(scores.pop(), seconds=seconds)
-        return found
-
-    def _configure(self, method: Method, ratio: float) -> None:
-        try:
-            self.engine.configure(**method.arguments, ratio=ratio)
-        except ValidationError as error:
-            raise Refused("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
+                yield name, selection, seconds
 
     def _until_compressed(self, name: str, kept: Mapping[str, list[Kept]]) -> float:
         """Steps a request until it is compressed, and ends it. Returns the seconds of steps with its scoring rows."""
@@ -141,7 +130,7 @@ class Run(Predicted):
     def check(self, method: Method, ratio: float, temperature: float) -> dict[str, Any]:
         expected = self.outputs(temperature)
         everything = method == FULL
-        self._configure(Method("streaming_llm", "uniform") if everything else method, 1.0 if everything else ratio)
+        self.spec(Method("streaming_llm", "uniform") if everything else method, 1.0 if everything else ratio)
         with self.engine.recorded_kept() as kept:
             outputs = self.engine.generate(list(self.prompts.values()), self.params(temperature))
         reports, walks = summaries(outputs), []

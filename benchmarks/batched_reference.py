@@ -14,6 +14,8 @@ from tests.reference import Past, Reference, Row
 
 PASTS = 16  # contexts as compressed by one method
 
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]  # layer, q [Hq, T, D], k, v [H, T, D], scale
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -94,7 +96,28 @@ class Batch:
         return everything
 
 
-class BatchedReference(Reference):
+class Together(Reference):
+    """``together`` computes the attention of all rows of a forward at once, where it is set."""
+
+    together: Attend | None = None
+
+    def decoded(self, rows: Sequence[Row], attend: Attend) -> list[Tensor]:
+        """Logits ``[T, vocab]`` of each row, whose attention is ``attend``'s."""
+        self.together = attend
+        try:
+            return self.forward(rows)
+        finally:
+            self.together = None
+
+    def _attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if self.together is None:
+            return super()._attention(module, query, key, value, mask, scaling, **kwargs)
+        return self.together(module.layer_idx, query[0], key[0], value[0], scaling).transpose(0, 1)[None], None
+
+
+class BatchedReference(Together):
     """Rows that are watched, or attend in another way, are computed one by one."""
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +125,7 @@ class BatchedReference(Reference):
         self._even: dict[int, tuple[Past, Past]] = {}  # by id, which is the first one's as long as that is here
 
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
-        self._batch = Batch.of(rows, self._evened) if all(type(row) is Row for row in rows) else None
+        self.together = Batch.of(rows, self._evened).attend if all(type(row) is Row for row in rows) else None
         return super().forward(rows)
 
     def _evened(self, past: Past) -> Past:
@@ -113,14 +136,6 @@ class BatchedReference(Reference):
                 self._even.clear()
             self._even[id(past)] = past, evened(past)
         return self._even[id(past)][1]
-
-    def _attention(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        if self._batch is None:
-            return super()._attention(module, query, key, value, mask, scaling, **kwargs)
-        out = self._batch.attend(module.layer_idx, query[0], key[0], value[0], scaling)
-        return out.transpose(0, 1)[None], None
 
 
 def evened(past: Past) -> Past:

@@ -2,7 +2,8 @@
 real queries. Every part adds to one JSON file in docs/results/ and draws the table and the picture anew.
 
 * ``decisions``: how often a query's error exceeds epsilon, and what had to be fetched, with a perfect sketch and with
-  the 2-bit one within 0, 1 and 2 standard deviations.
+  the 2-bit one within 0, 1 and 2 standard deviations. Of its denominator; with ``--bound output``, in files of its own,
+  of its output.
 * ``budget``: the error of attention from what is kept alone, sampled and top-k, at equal budget.
 * ``quality``: answers to generated retrieval questions (``benchmarks.certified_tasks``).
 
@@ -27,9 +28,10 @@ from benchmarks.certified_quality import quality
 from benchmarks.certified_run import DELTA, EPSILONS, budget_errors, decisions
 from benchmarks.certified_tasks import KINDS
 from benchmarks.report import RESULTS, figure, machine_of, save, table
+from vericache.certified.certificate import Bound
 from vericache.errors import ConfigError
 
-NAME = "certified"
+NAMES: dict[Bound, str] = {"denominator": "certified", "output": "certified-output"}
 SKETCHES = (("perfect", 0.0), ("per_channel2", 0.0), ("per_channel2", 1.0), ("per_channel2", 2.0))
 BUDGETS = (8, 16, 32)
 
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--compression", type=int, default=16, help="decisions, quality: context over what is kept")
     parser.add_argument("--sketches", nargs="+", type=int, default=range(len(SKETCHES)), help="decisions: which")
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
+    parser.add_argument("--bound", choices=list(NAMES), default="denominator", help="decisions, quality: of what")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--questions", type=int, default=10, help="quality: at least so many of each kind and length")
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048], help="quality: tokens of a context")
@@ -56,15 +59,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     if args.merge:
-        render(combined([json.loads((folder / f"{NAME}.json").read_text()) for folder in args.merge]), args.out)
+        render(
+            combined([json.loads((each / f"{NAMES[args.bound]}.json").read_text()) for each in args.merge]), args.out
+        )
         return
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("highest")  # float32, not TF32
     if args.device != "cpu":  # a default device costs some microseconds a call
         torch.set_default_device(args.device)
-    file = args.out / f"{NAME}.json"
+    file = args.out / f"{NAMES[args.bound]}.json"
     result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    result |= {"machine": machine_of(args.device), "date": str(date.today()), "delta": DELTA}
+    result |= {"machine": machine_of(args.device), "date": str(date.today()), "delta": DELTA, "bound": args.bound}
     model = cache(partial(Model, args.model))
     with torch.no_grad():
         for part in args.parts:
@@ -89,10 +94,15 @@ def _decisions(result: dict[str, Any], args: argparse.Namespace, model: Any) -> 
     rows = result.setdefault("decisions", {})
     for sketch, z in (SKETCHES[i] for i in args.sketches):
         for eps in args.epsilons:
-            row = decisions(prompts, 1 / args.compression, sketch, z, eps, args.steps, args.draws, args.batch)
+            ratio, how = 1 / args.compression, (args.steps, args.draws, args.batch, args.bound)
+            row = decisions(prompts, ratio, sketch, z, eps, *how)
             key = f"{sketch} {z:g} {eps:g}"
             about = {"sketch": sketch, "z": z, "eps": eps, "compression": args.compression}
-            about |= {"prompts": list(prompts), "layers": len(next(iter(prompts.values())).context.scores)}
+            about |= {
+                "bound": args.bound,
+                "prompts": list(prompts),
+                "layers": len(next(iter(prompts.values())).context.scores),
+            }
             rows[key] = about | row
             print(key, row, flush=True)
             render(result, args.out)
@@ -111,7 +121,7 @@ def _budget(result: dict[str, Any], args: argparse.Namespace, model: Any) -> Non
 def _quality(result: dict[str, Any], args: argparse.Namespace, model: Any) -> None:
     for tokens in args.tokens:
         for kind in args.kinds:
-            found = quality(model(), kind, tokens, args.questions, 1 / args.compression, 0.05, 1.0)
+            found = quality(model(), kind, tokens, args.questions, 1 / args.compression, 0.05, 1.0, args.bound)
             about = {"compression": args.compression, "eps": 0.05, "z": 1.0}
             result.setdefault("quality", {}).setdefault(kind, {})[str(tokens)] = about | found
             print(kind, tokens, found, flush=True)
@@ -122,10 +132,12 @@ PARTS = {"decisions": _decisions, "budget": _budget, "quality": _quality}
 
 
 def render(result: dict[str, Any], out: Path) -> None:
+    bound: Bound = result.get("bound", "denominator")
+    command = "python -m benchmarks.certified" + (" --bound output" if bound == "output" else "")
     lines = [
-        "# Certified decode",
+        "# Certified decode" + (" of the output" if bound == "output" else ""),
         "",
-        f"`python -m benchmarks.certified`, {result['date']}, {result['machine']}.",
+        f"`{command}`, {result['date']}, {result['machine']}.",
         "SmolLM2-135M-Instruct in float32, KVzip's scores, the same number of tokens in every head;",
         f"delta = {result['delta']}. What it means: [docs/certified.md](../certified.md).",
         "",
@@ -133,17 +145,17 @@ def render(result: dict[str, Any], out: Path) -> None:
     for title, part in (("Decisions", _decision_lines), ("Equal budget", _budget_lines), ("Quality", _quality_lines)):
         if found := result.get(title.split()[-1].lower()):
             lines += [f"## {title}", "", *part(found), ""]
-    if picture(list(result.get("decisions", {}).values()), out):
-        lines += [f"![Share of the context that decisions fetch, over epsilon]({NAME}.png)", ""]
-    save(out, NAME, result, "\n".join(lines))
+    if picture(list(result.get("decisions", {}).values()), out, NAMES[bound]):
+        lines += [f"![Share of the context that decisions fetch, over epsilon]({NAMES[bound]}.png)", ""]
+    save(out, NAMES[bound], result, "\n".join(lines))
 
 
-def picture(rows: list[dict[str, Any]], out: Path) -> bool:
+def picture(rows: list[dict[str, Any]], out: Path, name: str) -> bool:
     """Of decisions; whether there is one."""
     try:
         if not rows:
             return False
-        with figure(out / f"{NAME}.png", 9, 4) as (_, axes):
+        with figure(out / f"{name}.png", 9, 4) as (_, axes):
             for sketch, z in SKETCHES:
                 mine = sorted((r for r in rows if (r["sketch"], r["z"]) == (sketch, z)), key=lambda r: r["eps"])
                 if mine:
@@ -159,6 +171,7 @@ def picture(rows: list[dict[str, Any]], out: Path) -> bool:
 
 def _decision_lines(rows: dict[str, Any]) -> list[str]:
     some = next(iter(rows.values()))
+    what = some.get("bound", "denominator")
     header = (
         "sketch", "z", "epsilon", "queries", "decisions", "failed", "worst layer", "fetching", "fetched",
         "of those that fetch", "all tokens", "output error",
@@ -176,7 +189,7 @@ def _decision_lines(rows: dict[str, Any]) -> list[str]:
     return [
         f"{some['compression']}x; prompts {', '.join(some['prompts'])}; {some['layers']} of 30 layers;",
         "queries are distinct: (step, layer, query head). Each is decided with several samples.",
-        "Failed: a query's denominator is off by more than epsilon, of all queries and samples. Fetching, and all",
+        f"Failed: a query's {what} is off by more than epsilon, of all queries and samples. Fetching, and all",
         "tokens (more than half was needed): of (step, layer, KV head). Fetched: share of the context per KV head, the",
         "union over its 3 queries. Output error: of the attention's output, mean.",
         "",

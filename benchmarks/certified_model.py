@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.batched_reference import Together
 from benchmarks.scoring import WatchedRow, score
 from compressors import METHODS, MethodSpec, Shape, create
-from tests.reference import Past, Reference, Row
+from tests.reference import Past
 from vericache.demo import model
 
 STEPS = 10
@@ -43,30 +44,6 @@ class Recorded:
     values: Tensor
 
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]  # layer, q [Hq, T, D], k, v [H, T, D], scale
-
-
-class Batched(Reference):
-    """``together`` computes the attention of all rows of a forward at once, where it is set."""
-
-    together: Attend | None = None
-
-    def _attention(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        if self.together is None:
-            return super()._attention(module, query, key, value, mask, scaling, **kwargs)
-        return self.together(module.layer_idx, query[0], key[0], value[0], scaling).transpose(0, 1)[None], None
-
-    def decoded(self, rows: Sequence[Row], attend: Attend) -> list[Tensor]:
-        """Logits ``[T, vocab]`` of each row, whose attention is ``attend``'s."""
-        self.together = attend
-        try:
-            return self.forward(rows)
-        finally:
-            self.together = None
-
-
 class Model:
     """The bundled model, or that in ``folder``, in float32 with its tokenizer, on torch's default device."""
 
@@ -76,7 +53,7 @@ class Model:
         folder = folder or model.prepare()
         device = torch.get_default_device()
         with torch.device("cpu"):
-            self.reference = Batched(folder)
+            self.reference = Together(folder)
         self.reference.model.to(device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         config: Any = self.reference.model.config

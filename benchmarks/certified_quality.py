@@ -8,13 +8,14 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from benchmarks.certified_model import Attend, Context, Model
+from benchmarks.batched_reference import Attend
+from benchmarks.certified_model import Context, Model
 from benchmarks.certified_run import DELTA, Repeated, cache_of, kept_of
 from benchmarks.certified_tasks import Task, make
 from tests.reference import Past, Row, visible_positions
 from vericache.certified.attention import Policy, Sampled, certified_attention, padded
-from vericache.certified.certificate import Target
-from vericache.certified.sketch import sketch_keys
+from vericache.certified.certificate import Bound, Target
+from vericache.certified.sketch import sketch_keys, value_norms
 
 METHODS = ("dense", "top-k", "sample alone", "certified")
 
@@ -33,7 +34,7 @@ class Answers:
 
 
 def quality(
-    model: Model, kind: str, tokens: int, questions: int, ratio: float, eps: float, z: float
+    model: Model, kind: str, tokens: int, questions: int, ratio: float, eps: float, z: float, bound: Bound
 ) -> dict[str, object]:
     """Of one kind of task, over contexts of about ``tokens`` tokens, until ``questions`` are asked. The question's last
     token and the answer are decoded by the method, as many positions at a time as a context has questions; what
@@ -43,7 +44,7 @@ def quality(
     while len(found["dense"].right) < questions:
         task, ids = sized(model, kind, tokens, seed=len(lengths))
         context = model.context(ids)
-        methods = Methods(context, ratio, Policy(Target(eps, DELTA), z=z), len(lengths))
+        methods = Methods(context, ratio, Policy(Target(eps, DELTA, bound), z=z), len(lengths))
         lengths.append(len(ids))
         asked = [(model.encode(question), model.encode(answer)) for question, answer in task.questions]
         prefill = [Row(ask[:-1], len(ids), [context.past]) for ask, _ in asked]
@@ -88,7 +89,8 @@ class Methods:
             places = padded(kept.counts[layer], kept.layer(layer), n)
             at = places.clamp(max=n - 1)[..., None].expand(-1, -1, keys.shape[-1])
             r = kept.inclusion[layer].double()
-            self._layers.append(Sampled(sketch_keys(keys), r, places, keys.gather(1, at), values.gather(1, at)))
+            held = (keys.gather(1, at), values.gather(1, at))
+            self._layers.append(Sampled(sketch_keys(keys), r, places, *held, value_norms(values)))
         self._shares: list[Tensor] = []
 
     def fetched_share(self) -> float:
@@ -146,4 +148,5 @@ def _repeated(part: Sampled, times: int) -> Sampled:
         part.positions.repeat(times, 1),
         part.keys.repeat(times, 1, 1),
         part.values.repeat(times, 1, 1),
+        None if part.norms is None else part.norms.repeat(times, 1),
     )

@@ -15,9 +15,9 @@ from compressors.budget import allocate, forced_mask
 from compressors.poisson import sample
 from compressors.select import top_positions
 from vericache.certified.attention import HIDDEN, Fetch, Outcome, Policy, Sampled, certified_attention, padded
-from vericache.certified.certificate import Target, Weights
+from vericache.certified.certificate import Bound, Target, Weights
 from vericache.certified.estimator import estimate, shrinkage
-from vericache.certified.sketch import KeySketch, sketch_keys
+from vericache.certified.sketch import KeySketch, sketch_keys, value_norms
 
 SINKS, RECENT = 4, 32
 DELTA = 0.1
@@ -81,7 +81,8 @@ def sampled(kept: Kept, keys: Tensor, values: Tensor, sketch: KeySketch) -> Samp
     assert kept.inclusion is not None
     places = padded(kept.counts.flatten(), kept.positions, keys.shape[1])
     at = places.clamp(max=keys.shape[1] - 1)[..., None].expand(-1, -1, keys.shape[2])
-    return Sampled(sketch, kept.inclusion.flatten(0, 1).double(), places, keys.gather(1, at), values.gather(1, at))
+    r, held = kept.inclusion.flatten(0, 1).double(), (keys.gather(1, at), values.gather(1, at))
+    return Sampled(sketch, r, places, *held, value_norms(values))
 
 
 def cache_of(keys: Tensor, values: Tensor) -> Fetch:
@@ -119,13 +120,12 @@ class Tally:
     """Decisions of one kind."""
 
     def __init__(self, layers: int) -> None:
-        self._layers, self._queries = layers, 0
+        self._layers, self.queries = layers, 0
         self._failed: list[Tensor] = []
         self._lists: dict[str, list[float]] = defaultdict(list)
 
     def add(self, outcome: Outcome, failed: Tensor, exact: "Dense", context: int) -> None:
-        """One step: its decision, and bool ``[draws, R, G]``."""
-        self._queries += failed[0].numel()
+        """One step: a decision, and bool ``[draws, R, G]``: of what follows the decision's choice, which failed."""
         self._failed.append(failed.view(len(failed), self._layers, -1).double())
         fetched = outcome.fetched.double() / context
         for name, values in (
@@ -141,7 +141,7 @@ class Tally:
         failed = torch.cat(self._failed)  # [draws of all steps, L, H * G]
         fetching, fetched = mean(self._lists["fetching"]), mean(self._lists["fetched"])
         return {
-            "queries": self._queries,
+            "queries": self.queries,
             "decisions": failed.numel(),
             "failed": failed.mean().item(),
             "worst_layer": failed.mean((0, 2)).max().item(),
@@ -202,6 +202,7 @@ def together(parts: list[Sampled], sketch: KeySketch) -> Sampled:
         ),
         torch.cat([wide(p.keys) for p in parts]),
         torch.cat([wide(p.values) for p in parts]),
+        torch.cat([p.norms for p in parts if p.norms is not None]),
     )
 
 
@@ -214,10 +215,12 @@ def decisions(
     count: int,
     draws: int,
     batch: int = 1,
+    bound: Bound = "denominator",
 ) -> dict[str, float]:
-    """``count`` steps of each prompt, each estimated from ``draws`` independent samples: what becomes certain does not
-    depend on the sample, so it is found once. ``batch`` steps are decided at a time."""
-    policy = Policy(Target(eps, DELTA), z=z)
+    """``count`` steps of each prompt, each estimated from ``draws`` independent samples. Where the denominator is
+    certified, what becomes certain does not depend on the sample, so it is found once; else every sample is decided.
+    ``batch`` steps are decided at a time."""
+    policy = Policy(Target(eps, DELTA, bound), z=z)
     tally: Tally | None = None
     for prompt in prompts.values():
         keys, values = flat(prompt.context)
@@ -226,18 +229,20 @@ def decisions(
         tally = tally or Tally(layers)
         for step in steps(prompt, count, batch):
             exact = Dense.of(step, keys, values)
-            parts = [
-                sampled(kept_of(prompt.context.scores, ratio, "poisson", seed=i), keys, values, held)
-                for i in step.numbers
-            ]
-            part = together(parts, held)
-            fetch = cache_of(keys, values)
-            outcome = certified_attention(step.query, part, step.tail, scale, policy, fetch, step.seen)
-            totals = estimates(outcome, part, exact, step.query, scale, z, draws, seed=step.numbers[0])
-            failed = (totals - exact.log_total).expm1().abs() > eps
-            for first in range(0, len(step.query), layers * heads):
-                rows = slice(first, first + layers * heads)
-                tally.add(_rows(outcome, rows), failed[:, rows], exact.part(rows), n)
+            tally.queries += exact.log_total.numel()
+            for draw in range(1 if bound == "denominator" else draws):
+                kept = [kept_of(prompt.context.scores, ratio, "poisson", i + 1000 * draw) for i in step.numbers]
+                part = together([sampled(each, keys, values, held) for each in kept], held)
+                fetch = cache_of(keys, values)
+                outcome = certified_attention(step.query, part, step.tail, scale, policy, fetch, step.seen)
+                if bound == "denominator":
+                    totals = estimates(outcome, part, exact, step.query, scale, z, draws, seed=step.numbers[0])
+                    failed = (totals - exact.log_total).expm1().abs() > eps
+                else:
+                    failed = exact.error(outcome.output)[None] > eps
+                for first in range(0, len(step.query), layers * heads):
+                    rows = slice(first, first + layers * heads)
+                    tally.add(_rows(outcome, rows), failed[:, rows], exact.part(rows), n)
     assert tally is not None
     return tally.row()
 

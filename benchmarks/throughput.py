@@ -6,6 +6,7 @@ same bytes for KV (``--kv-gib``, the arena included); ratios are of medians over
 "short" is stock vLLM over contexts of ratio x length: what a lossy compressor alone would reach at best. "uniform" is
 staggered drafting with equal counts, "packed" with pages of ``--page-format``; all of these draft at a fixed
 length. With lengths that adapt, and everything else at its default as well: "auto", mode auto; "always", mode draft;
+"residual", as "always" with reloads of what the arena does not hold;
 "unshared", as "always" without shared verifies (give ``--common``, the share of every prompt that is the same; the
 prefix cache is on then). Beside each figure stands what a byte model predicts for it (``predicted``), but for auto.
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from benchmarks.throughput_run import Job
 
 FIXED = ("lockstep", "staggered", "uniform", "packed")
-ADAPTIVE = ("auto", "always", "unshared")
+ADAPTIVE = ("auto", "always", "unshared", "residual")
 DRAFTING = (*FIXED, *ADAPTIVE)
 RUN = "benchmarks.throughput_run"
 VARIANTS = ("plain", "offload", "short", *DRAFTING)
@@ -166,6 +167,7 @@ def adaptive(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         "arena_fraction": args.auto_arena_fraction if auto else args.arena_fraction,
         "expected_context": args.expected_context if auto else None,
         "page_tokens": args.page_tokens, "page_format": args.auto_page_format if auto else "plain",
+        "residual_reload": "on" if variant == "residual" else "off",
         "host_memory_gib": args.host_gib, "trace_iterations": 0,
     }  # fmt: skip
 
@@ -249,7 +251,8 @@ def predicted(result: dict[str, Any], variant: str) -> float | None:
         serve, room = (short, room_short) if variant == "short" else (plain, room_plain)
         return serve(machine, load, min(options["requests"], room(machine, load))).tokens_per_s
     run = result["engines"][variant]["runs"][0]
-    load = Load(shape["weights"], full, full * run["compressed_fraction"] + tail)
+    saved = options["ratio"] * context if variant == "residual" else 0.0
+    load = Load(shape["weights"], full, full * run["compressed_fraction"] + tail, saved)
     gained = run["tokens_per_round"]  # where the link is the limit, rounds draft longer than they aim at
     rounds = Rounds(max(options["draft_length"], math.ceil(gained) - 1), gained)
     rows = int(min(options["requests"], budget * options["arena_fraction"] // load.kept))

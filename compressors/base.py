@@ -140,6 +140,20 @@ class Scorer(ABC):
         """
         return []
 
+    @classmethod
+    def own_part(cls, spec: MethodSpec, index: int, num_tokens: int) -> tuple[int, int] | None:
+        """Context tokens (start, end) whose scores probe ``index`` alone decides, and which hold for every context that
+        begins with the same ``end`` tokens: there ``adopt`` may take the probe's place. None where they do not."""
+        return None
+
+    def part(self, start: int, end: int) -> Tensor:
+        """Scores ``[L, H, end - start]`` of an ``own_part``, once all probes were seen."""
+        raise NotImplementedError(f"{self.name} has no scores that hold for other contexts")
+
+    def adopt(self, start: int, end: int, scores: Tensor) -> None:
+        """Take over what another context's ``part`` gave, in place of a probe."""
+        raise NotImplementedError(f"{self.name} has no scores that hold for other contexts")
+
     def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         """See one layer of probe number ``index``: ``query [T, Hq, D]`` and ``key [T, H, D]``, post-RoPE."""
         raise NotImplementedError(f"{self.name} declares no probes")
@@ -171,6 +185,12 @@ class LayerwiseScorer(Scorer):
 
     def scores(self) -> Tensor:
         return self._scores
+
+    def part(self, start: int, end: int) -> Tensor:
+        return self._scores[..., start:end].clone()
+
+    def adopt(self, start: int, end: int, scores: Tensor) -> None:
+        self._scores[..., start:end] = scores
 
 
 class Compressor:

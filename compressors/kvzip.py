@@ -64,6 +64,13 @@ class KVzip(LayerwiseScorer):
             rows.append(Probe((*ask, *texts["turn"], *token_ids[start : start + chunk]), n))
         return rows
 
+    @classmethod
+    def own_part(cls, spec: MethodSpec, index: int, num_tokens: int) -> tuple[int, int] | None:
+        """A chunk. Its row stands behind the whole context, so the scores of another context with this beginning are
+        not the same numbers, but as good: what comes behind a chunk is no part of the question."""
+        start = index * cls.option(spec, "chunk")
+        return start, min(start + cls.option(spec, "chunk"), num_tokens)
+
     def observe(self, layer: int, index: int, query: Tensor, key: Tensor, cached: CachedTokens, scale: float) -> None:
         start = index * self._chunk
         stop = min(start + self._chunk, self.num_tokens)

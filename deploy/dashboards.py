@@ -51,7 +51,11 @@ def mean(histogram: str) -> str:
 
 
 def quantiles(histogram: str, *wanted: float) -> dict[str, str]:
-    buckets = rate(f"{histogram}_bucket", "le")
+    return quantiles_by(histogram, "", *wanted)
+
+
+def quantiles_by(histogram: str, label: str, *wanted: float) -> dict[str, str]:
+    buckets = rate(f"{histogram}_bucket", f"le, {label}" if label else "le")
     return {f"p{round(q * 100)}": f"histogram_quantile({q}, {buckets})" for q in wanted}
 
 
@@ -99,10 +103,12 @@ ENGINE: Rows = {
             {"link time": "max(vericache_link_ring_ratio{$S})", "pages": "max(vericache_page_ring_pages{$S})"},
         ),
         Panel(
-            "Link bytes", "Bps", "KV bytes between host and device; saved: reloads of a prefix that others brought.",
+            "Link bytes", "Bps", "KV bytes between host and device; saved: reloads of a prefix that others brought; "
+            "kept: what reloads took from the arena.",
             {
                 "{{direction}}": rate("vericache_link_bytes_total", "direction"),
                 "saved": rate("vericache_shared_reload_bytes_total"),
+                "kept": rate("vericache_kept_reload_bytes_total"),
             },
         ),
         Panel("Reload time", "s", "Reloads of one step.", quantiles("vericache_reload_seconds", 0.5, 0.99)),
@@ -126,6 +132,10 @@ ENGINE: Rows = {
                 "compressed anew": rate("vericache_recompressions_total"),
                 "back: {{reason}}": rate("vericache_promotions_total", "reason"),
             },
+        ),
+        Panel(
+            "Scores taken over", "short", "Context tokens a second that needed no scoring row: their scores were held.",
+            {"tokens/s": rate("vericache_reused_score_tokens_total")},
         ),
         Panel(
             "Requests that never drafted", "ops", "By reason.",
@@ -158,7 +168,7 @@ ENGINE: Rows = {
         Panel(
             "Certified tokens and decisions", "ops", "Tokens, and decisions by what they read of the full KV.",
             {
-                "tokens": rate("vericache_certified_tokens_total"),
+                "tokens, {{bound}}": rate("vericache_certified_tokens_total", "bound"),
                 "read {{fetched}}": rate("vericache_certified_decisions_total", "fetched"),
             },
         ),
@@ -170,10 +180,10 @@ ENGINE: Rows = {
             },
         ),
         Panel(
-            "Promised and measured error", "percentunit", "Of attention: a token's largest certificate, true errors.",
+            "Promised and measured error", "percentunit", "Of what is certified: largest of a token, true ones.",
             {
-                "promised, p95": quantiles("vericache_certificate", 0.95)["p95"],
-                "measured, p95": quantiles("vericache_certified_error", 0.95)["p95"],
+                "{{bound}}, promised, p95": quantiles_by("vericache_certificate", "bound", 0.95)["p95"],
+                "{{bound}}, measured, p95": quantiles_by("vericache_certified_error", "bound", 0.95)["p95"],
             },
         ),
     ],

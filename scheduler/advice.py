@@ -22,7 +22,8 @@ class Workload:
     """``weights`` and one request's ``full`` KV, in bytes; of it ``packed`` is what kept tokens take (1: the model's
     dtype), and ``tail`` bytes follow the compressed context uncompressed. ``batch`` requests are there at a time; None:
     as many as fit and make the engine faster. ``reserve``: bytes of the arena that are set aside for a request beyond
-    what it keeps on average; ``drafting``: how many can draft at a time, whose full KV host memory must hold."""
+    what it keeps on average; ``drafting``: how many can draft at a time, whose full KV host memory must hold;
+    ``residual``: reloads leave out what is kept, which is in the model's dtype."""
 
     weights: float
     full: float
@@ -32,6 +33,7 @@ class Workload:
     batch: int | None = None
     reserve: float = 0.0
     drafting: int | None = None
+    residual: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.packed <= 1 or not 0 <= self.tail < self.full or (self.batch is not None and self.batch < 1):
@@ -41,7 +43,8 @@ class Workload:
 
     def load(self, ratio: float) -> Load:
         """With ``ratio`` of the context kept."""
-        return Load(self.weights, self.full, ratio * self.packed * (self.full - self.tail) + self.tail)
+        kept = ratio * (self.full - self.tail)
+        return Load(self.weights, self.full, self.packed * kept + self.tail, kept if self.residual else 0.0)
 
     def rows(self, room: int) -> int:
         return room if self.batch is None else min(room, self.batch)
@@ -111,7 +114,7 @@ def elastic(machine: Machine, work: Workload, ratio: float, drafts: int, arena: 
         if plain < 0:
             break
         plain = min(plain, most - drafting)
-        read, moved = drafting * (load.kept + load.full / drafts), drafting * load.full / drafts
+        read, moved = drafting * (load.kept + load.full / drafts), drafting * load.moved / drafts
         mix = Mix(plain, plain * load.full, drafting * rounds.gained / (drafts + 1), read, moved)
         rate, gpu = mix.rate(pace), (load.weights + plain * load.full + read) / machine.bandwidth
         if rate and (best is None or rate > best.tokens_per_s):

@@ -27,14 +27,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """``weights`` (M), and of one request the full KV (K) and what it keeps on the device while it drafts (c K)."""
+    """``weights`` (M), and of one request the full KV (K) and what it keeps on the device while it drafts (c K).
+    ``saved``: of the full KV, what a reload leaves out because it is kept as it is."""
 
     weights: float
     full: float
     kept: float
+    saved: float = 0.0
 
     def __post_init__(self) -> None:
         _positive("a load", weights=self.weights, full=self.full, kept=self.kept)
+        if not 0 <= self.saved < self.full:
+            raise ValueError(f"a reload leaves out {self.saved}, expected less than the full KV of {self.full}")
+
+    @property
+    def moved(self) -> float:
+        """Bytes of a reload."""
+        return self.full - self.saved
 
     @property
     def c(self) -> float:
@@ -86,7 +95,7 @@ def staggered(machine: Machine, load: Load, rounds: Rounds, rows: int) -> Predic
     """One of x iterations of a request verifies, at another time than other requests' (the paper's equation 3)."""
     x = rounds.drafts
     gpu = (load.weights + rows * (load.kept + load.full / x)) / machine.bandwidth
-    transfer = rows * load.full / (x * machine.link)
+    transfer = rows * load.moved / (x * machine.link)
     iteration = max(gpu, transfer)
     rate = rows * rounds.gained / ((x + 1) * iteration)
     return Prediction(rows, rate, iteration, gpu, transfer, _in_rounds(rows, x))
@@ -94,7 +103,7 @@ def staggered(machine: Machine, load: Load, rounds: Rounds, rows: int) -> Predic
 
 def lockstep(machine: Machine, load: Load, rounds: Rounds, rows: int) -> Prediction:
     """All requests verify in the same iteration. The first reload goes on beside drafts, the others after them."""
-    x, reload = rounds.drafts, load.full / machine.link
+    x, reload = rounds.drafts, load.moved / machine.link
     draft = (load.weights + rows * load.kept) / machine.bandwidth
     verify = (load.weights + rows * load.full) / machine.bandwidth
     took = max(x * draft, reload) + (rows - 1) * reload + verify
@@ -130,18 +139,19 @@ def room_staggered(machine: Machine, load: Load, drafts: int) -> int:
 
 def rows_in_use(machine: Machine, load: Load, drafts: int) -> int | None:
     """Requests with which the link is always busy: more of them make nothing faster. None: it never is."""
-    spare = (machine.rho - 1) / drafts - load.c
+    spare = (_rho(machine, load) - 1) / drafts - load.c
     return math.ceil(load.weights / (load.full * spare)) if spare > 0 else None
 
 
 def balance(machine: Machine, load: Load, drafts: int, rows: int) -> float:
-    """c*: below it the link decides how long an iteration is, above it memory does. Solves T_gpu(c) = T_xfer."""
-    return (machine.rho - 1) / drafts - load.weights / (rows * load.full)
+    """c*: below it the link decides how long an iteration is, above it memory does. Solves T_gpu(c) = T_xfer,
+    for reloads of as many bytes as the load's."""
+    return (_rho(machine, load) - 1) / drafts - load.weights / (rows * load.full)
 
 
 def least_drafts(machine: Machine, load: Load, rows: int) -> int:
     """The shortest x at which the link is not what an iteration waits for: T_gpu(x) >= T_xfer(x)."""
-    return max(1, math.ceil((machine.rho - 1) / (load.c + load.weights / (rows * load.full))))
+    return max(1, math.ceil((_rho(machine, load) - 1) / (load.c + load.weights / (rows * load.full))))
 
 
 def break_even(prediction: Prediction, drafts: int, rate: float) -> float:
@@ -152,8 +162,14 @@ def break_even(prediction: Prediction, drafts: int, rate: float) -> float:
 def link_limit(machine: Machine, load: Load) -> float:
     """Tokens a verify must yield where the link is the limit: rho (1 - M / H), whatever context, batch and ratio are.
 
-    Full memory makes W (1 - M / H) / K tokens per second with full KV, a link that is always busy A L / K."""
-    return machine.rho * max(0.0, 1 - load.weights / machine.memory)
+    Full memory makes W (1 - M / H) / K tokens per second with full KV, a link that is always busy A L / K; or more,
+    where reloads leave something out."""
+    return _rho(machine, load) * max(0.0, 1 - load.weights / machine.memory)
+
+
+def _rho(machine: Machine, load: Load) -> float:
+    """Time to reload a request's KV over the time to read it."""
+    return machine.rho * load.moved / load.full
 
 
 def _decoding(machine: Machine, weights: float, each: float, rows: int, contexts: int) -> Prediction:

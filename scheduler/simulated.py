@@ -1,6 +1,6 @@
 """What ``scheduler.simulator`` runs on: the machine and the settings, requests, and the tally of what happened."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from scheduler.byte_model import Machine
@@ -16,7 +16,8 @@ MODES = ("plain", "lockstep", "staggered", "auto")
 class Setup:
     """``mode``: of MODES; ``lockstep`` and ``staggered`` always draft. ``weights`` in bytes, ``token`` bytes of one
     token's KV; ``ratio`` of the context is kept, ``packed`` of a token's bytes in the arena, which has ``arena`` of the
-    memory beside the weights. ``shared``: who drafts on one document verifies on one reload of it."""
+    memory beside the weights. ``shared``: who drafts on one document verifies on one reload of it. ``residual``:
+    reloads leave out what is kept, but for a document that others draft on, too."""
 
     machine: Machine
     mode: str
@@ -32,8 +33,11 @@ class Setup:
     tail_tokens: int = 512
     seats: int = 1024
     shared: bool = True
+    residual: bool = False
 
     def __post_init__(self) -> None:
+        if self.residual and self.packed != 1:
+            raise ValueError(f"residual reloads need tokens as they are, and packed is {self.packed}")
         if self.mode not in MODES or self.draft_policy not in POLICIES:
             raise ValueError(f"expected a mode of {MODES} and a draft policy of {tuple(POLICIES)}, got {self}")
 
@@ -126,6 +130,22 @@ def distinct(rows: Iterable[Row]) -> float:
         once += row.context - (row.common * PAGE if row.job.document in here else 0)
         here.add(row.job.document)
     return once / every if every else 1.0
+
+
+def fetched(setup: Setup, row: Row, rows: Iterable[Row]) -> float:
+    """Tokens of a reload that come over the link, were nothing of it there."""
+    if not setup.residual:
+        return row.context
+    whole = row.common * PAGE if setup.shared and row.common and sharers(row, rows) else 0
+    return row.context - setup.ratio * max(0, row.filled - whole)
+
+
+def crossing(setup: Setup, rows: Collection[Row]) -> float:
+    """Their share of the rows' contexts; as it is to be expected where there are none."""
+    every = sum(row.context for row in rows)
+    if not setup.residual or not every:
+        return 1 - setup.ratio * setup.residual
+    return sum(fetched(setup, row, rows) for row in rows) / every
 
 
 def pages(tokens: int) -> int:

@@ -16,7 +16,7 @@ from scheduler.draft_length import POLICIES, Estimate, fair
 from scheduler.lifecycle import State
 from scheduler.planner import Planner
 from scheduler.residency import AHEAD, PATIENCE, Candidate, Mix, Pace, Residency, gain, working_pages
-from scheduler.simulated import PAGE, Row, Setup, Tally, distinct, letters, pages, sharers, transient
+from scheduler.simulated import PAGE, Row, Setup, Tally, crossing, distinct, fetched, letters, pages, sharers, transient
 from scheduler.throughput import Throughput
 from scheduler.workload import Job
 
@@ -47,7 +47,7 @@ class Engine:
         self.arena = setup.arena * (setup.machine.memory - setup.weights)
         self._quiet, self._head = -PATIENCE, 0
         self._links = {"up": 0.0, "down": 0.0}  # when each direction is free
-        self._past: dict[str, Row] = {}
+        self.crossing = crossing(setup, ())  # share of a reload that comes over the link
 
     def add(self, jobs: Iterable[Job]) -> None:
         self.arriving.extend(sorted(jobs, key=lambda job: job.arrival))
@@ -63,7 +63,7 @@ class Engine:
         return row.lengths.aim(1, self._fair(row.context), self.setup.window - 2)
 
     def _fair(self, tokens: int, more: int = 0) -> int:
-        span, link_ns = self._reload(tokens)
+        span, link_ns = self._reload(tokens * self.crossing)
         limits, each = self.planner.limits, pages(tokens)
         room = max(each, limits.pages) if limits is not None else each
         iteration = self.throughput.iteration_ns
@@ -76,7 +76,7 @@ class Engine:
 
     def demand(self, request_id: str, anchor: int) -> Demand:
         row = self.out[request_id]
-        span, link_ns = self._reload(row.context)
+        span, link_ns = self._reload(fetched(self.setup, row, self.out.values()))
         wanted = pages(row.context + 1 + self.draft_limit(request_id))
         common = Prefix(row.job.document, min(link_ns, self._reload(row.common * PAGE)[1]), row.common)
         prefix = common if self._sharers(row) else None
@@ -104,7 +104,7 @@ class Engine:
     def _distinct(self) -> float:
         return distinct(self.out.values()) if self.setup.shared else 1.0
 
-    def _reload(self, tokens: int) -> tuple[int, int]:
+    def _reload(self, tokens: float) -> tuple[int, int]:
         num_bytes = round(tokens * self.setup.token)
         return reload_span(num_bytes, self.setup.machine.link, self.throughput.iteration_ns, self.setup.window)
 
@@ -128,7 +128,7 @@ class Engine:
         if rows <= 0:
             return 0
         tokens = max(largest, max((r.context for r in self.out.values()), default=0))
-        span, link_ns = self._reload(tokens)
+        span, link_ns = self._reload(tokens * self.crossing)
         each = pages(tokens + self.setup.window)
         return working_pages(
             each, rows * self._distinct, self.setup.draft_length, (span, link_ns, 0), self.throughput.iteration_ns
@@ -139,6 +139,7 @@ class Engine:
     def step(self) -> None:
         self._arrive()
         self._demote()
+        self.crossing = crossing(self.setup, self.out.values())
         self._start()
         late = self.planner.late
         room = self._room(0 if late or not self.waiting else self._soon(self.waiting[0]))
@@ -320,12 +321,12 @@ class Engine:
         row.pages, row.reserved, row.shares = 0, 0.0, False
 
     def _load(self, row: Row) -> None:
-        tokens = row.context - row.here * row.common * PAGE
+        tokens = fetched(self.setup, row, self.out.values()) - row.here * row.common * PAGE
         row.loaded_at = self._copy("up", tokens)
         self.tally.link += tokens * self.setup.token / self.setup.machine.link
         self.tally.reloads += 1
 
-    def _copy(self, direction: str, tokens: int) -> float:
+    def _copy(self, direction: str, tokens: float) -> float:
         start = max(self.now, self._links[direction])
         self._links[direction] = start + tokens * self.setup.token / self.setup.machine.link
         return self._links[direction]
@@ -395,5 +396,5 @@ class Engine:
 
     def _pace(self) -> Pace:
         """As the engine has it: iterations as long as they are now."""
-        reload = self.setup.page_bytes / self.setup.machine.link * self._distinct
+        reload = self.setup.page_bytes / self.setup.machine.link * self._distinct * self.crossing
         return Pace(self.throughput.iteration.value, 0.0, reload)

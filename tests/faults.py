@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.engine import LiveEngine
-from vericache.store.transfer import Direction, Ticket
+from vericache.store.transfer import Direction, KeptRows, Ticket
 
 
 class BrokenError(Exception):
@@ -17,12 +17,14 @@ def failing_copies(engine: LiveEngine, direction: Direction, fails: Callable[[in
     copies, count = engine.worker.copies, [0]
     submit = copies.submit
 
-    def broken_submit(way: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Ticket:
+    def broken_submit(
+        way: Direction, blocks: Sequence[int], pages: Sequence[int], kept: KeptRows | None = None
+    ) -> Ticket:
         if way is direction:
             count[0] += 1
             if fails(count[0]):
                 raise BrokenError(f"copy {count[0]} {way.value}")
-        return submit(way, blocks, pages)
+        return submit(way, blocks, pages, kept)
 
     copies.submit = broken_submit
     try:

@@ -11,12 +11,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from compressors import MethodError, MethodSpec, find, validate
 from compressors.budget import kept_count
+from vericache.certified.certificate import Bound
 from vericache.errors import ConfigError
 
 ENV_PREFIX = "VERICACHE_"
 ENV_FILE = "VERICACHE_CONFIG"  # path of the YAML file
 KEY = "vericache"  # where the configuration lives in vLLM's additional_config
 
+
+SWITCHES = (
+    "bitwise",
+    "shared_verifies",
+    "residual_reload",
+    "reuse_scores",
+)  # on or off, which YAML 1.1 reads as booleans
 
 Width = Literal[2, 3, 4, 16]  # bits of a number, ``compressors.bits.WIDTHS``
 
@@ -50,6 +58,15 @@ class VeriCacheConfig(BaseModel):
         description="on: requests whose prompts begin alike keep that part once in the host and verify together on one "
         "reload of it, where vLLM's prefix cache is on",
     )
+    residual_reload: Literal["on", "off"] = Field(
+        "off",
+        description="on: a reload fetches from the host only what the arena does not hold; needs page_format plain",
+    )
+    reuse_scores: Literal["on", "off"] = Field(
+        "on",
+        description="on: scores that do not depend on what comes behind (compressor kvzip) are kept for contexts that "
+        "begin alike, where vLLM's prefix cache is on",
+    )
     verify_tokens: int = Field(300, ge=2, description="cap on verify tokens in one iteration")
     compressor: str = Field("kvzip", description="scoring method, see `vericache methods`")
     counts: Literal["auto", "uniform", "per_layer", "per_head", "within_layer", "pyramid"] = Field(
@@ -82,9 +99,12 @@ class VeriCacheConfig(BaseModel):
         None,
         description="file of a surrogate (`vericache surrogate train`), which compressors kvzap and fast_kvzip need",
     )
-    epsilon: float = Field(
-        0.05, gt=0, lt=1, description="certified decode: relative error of a query's softmax denominator"
+    bound: Bound = Field(
+        "denominator",
+        description="certified decode: what epsilon bounds the relative error of, a query's softmax denominator or the "
+        "attention's output, which fetches more",
     )
+    epsilon: float = Field(0.05, gt=0, lt=1, description="certified decode: relative error of what bound names")
     delta: float = Field(0.1, gt=0, lt=1, description="certified decode: probability that a query exceeds epsilon")
     sketch_radius: float = Field(
         1.0, ge=0, description="certified decode: standard deviations by which the sketch of a key may be wrong"
@@ -121,7 +141,7 @@ class VeriCacheConfig(BaseModel):
     link_bytes_per_second: float | None = Field(None, gt=0, description="fix L of the BW ring instead of measuring it")
     max_recoveries: int = Field(2, ge=0, description="failed demotions or reloads before a request stays resident")
     request_options: tuple[
-        Literal["mode", "draft_length", "compressor", "counts", "selector", "ratio", "epsilon", "delta"], ...
+        Literal["mode", "draft_length", "compressor", "counts", "selector", "ratio", "bound", "epsilon", "delta"], ...
     ] = Field(
         ("mode", "draft_length"),
         description="what clients may set for a request (vllm_xargs: vericache_mode, ...); certified decode, which is "
@@ -138,9 +158,9 @@ class VeriCacheConfig(BaseModel):
     @classmethod
     def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML 1.1 reads ``off`` and ``yes`` as booleans, and Python takes those for numbers. No setting is one."""
-        if info.field_name in ("mode", "bitwise", "shared_verifies") and value is False:
+        if info.field_name in ("mode", *SWITCHES) and value is False:
             return "off"
-        if info.field_name in ("bitwise", "shared_verifies") and value is True:
+        if info.field_name in SWITCHES and value is True:
             return "on"
         if isinstance(value, bool):
             raise ValueError(f"got the boolean {value}")
@@ -161,6 +181,11 @@ class VeriCacheConfig(BaseModel):
             raise ValueError(
                 f"layer_bits is given and page_format is {self.page_format}, which has one width; set page_format to "
                 f"turboquant_mixed, or leave layer_bits out"
+            )
+        if self.residual_reload == "on" and self.page_format != "plain":
+            raise ValueError(
+                f"residual_reload is on and page_format is {self.page_format}, whose pages do not hold tokens as they "
+                f"are; set page_format to plain, or leave residual_reload out"
             )
         if self.arena_fraction == 0 and (self.mode == "draft" or "epsilon" in self.request_options):
             asks = "mode is draft" if self.mode == "draft" else "request_options names epsilon"

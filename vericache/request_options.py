@@ -4,16 +4,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vericache.certified.attention import Policy
-from vericache.certified.certificate import Target
+from vericache.certified.certificate import Bound, Target
 from vericache.config import VeriCacheConfig
 from vericache.errors import RequestError
 
 PREFIX = "vericache_"
+NONE: Mapping[Bound, str] = MappingProxyType({})
 
 
 class RequestOptions(BaseModel):
@@ -31,7 +33,8 @@ class RequestOptions(BaseModel):
     counts: str | None = Field(None, description="how kept tokens are spread")
     selector: str | None = Field(None, description="how a head's tokens are chosen")
     ratio: float | None = Field(None, gt=0, le=1, description="kept fraction of the context")
-    epsilon: float | None = Field(None, gt=0, lt=1, description="certified: relative error of softmax denominators")
+    bound: Bound | None = Field(None, description="certified: what epsilon is about, denominator or output")
+    epsilon: float | None = Field(None, gt=0, lt=1, description="certified: relative error of what bound names")
     delta: float | None = Field(None, gt=0, lt=1, description="certified: probability to exceed it, of each query")
 
 
@@ -47,19 +50,19 @@ class RequestSettings:
         server: VeriCacheConfig,
         extra_args: Mapping[str, Any] | None = None,
         trusted: bool = False,
-        certified_refused: str | None = None,
+        certified_refused: Mapping[Bound, str] = NONE,
     ) -> None:
-        """``trusted``: what the server allows clients was checked at the door already. ``certified_refused``: why this
-        engine has no certified decode (``engine.support.certified_refused``)."""
+        """``trusted``: what the server allows clients was checked at the door already. ``certified_refused``: the
+        bounds that this engine cannot certify, and why (``engine.support.certified_refused``)."""
         allowed = tuple(RequestOptions.model_fields) if trusted else server.request_options
         options = parse(extra_args or {}, allowed)
         asked = options.model_dump(exclude={"mode"}, exclude_none=True)
         changes: dict[str, Any] = dict(asked)
         if options.mode == "certified":
-            check_certified(server, options, allowed, certified_refused)
+            check_certified(server, options, allowed, certified_refused.get(options.bound or server.bound))
             # The bound is of independent draws, and a head that keeps next to nothing would fetch next to everything.
             changes = {"counts": "uniform", **changes, "selector": "poisson"}
-        elif given := [name for name in ("epsilon", "delta") if name in changes]:
+        elif given := [name for name in ("bound", "epsilon", "delta") if name in changes]:
             raise RequestError(PREFIX + given[0], f"holds for vericache_mode certified, got mode {options.mode}")
         if changes.get("compressor", server.compressor) != server.compressor:
             changes["compressor_options"] = {}  # the server's belong to its own method
@@ -70,7 +73,8 @@ class RequestSettings:
         self.draft_policy = server.draft_policy if options.draft_length is None else "fixed"
         self.certified: Policy | None = None
         if options.mode == "certified":
-            self.certified = Policy(Target(self.config.epsilon, self.config.delta), self.config.sketch_radius)
+            target = Target(self.config.epsilon, self.config.delta, self.config.bound)
+            self.certified = Policy(target, self.config.sketch_radius)
         self.min_prompt_tokens = server.min_prompt_tokens
         if options.mode in ("draft", "certified"):  # the shortest prompt that leaves room for sinks and recent tokens
             self.min_prompt_tokens = math.ceil(self.config.method.least / self.config.ratio)
@@ -79,7 +83,8 @@ class RequestSettings:
 def check_certified(
     server: VeriCacheConfig, options: RequestOptions, allowed: tuple[str, ...], refused: str | None
 ) -> None:
-    """Raises RequestError where this server cannot, or may not, decode this request by certified attention."""
+    """``refused``: why the engine cannot certify what the request is about. Raises RequestError where this server
+    cannot, or may not, decode this request by certified attention."""
     mode = PREFIX + "mode"
     if "epsilon" not in allowed:
         raise RequestError(
@@ -110,7 +115,16 @@ def parse(extra_args: Mapping[str, Any], allowed: tuple[str, ...]) -> RequestOpt
         return RequestOptions(**asked)
     except ValidationError as error:
         first = error.errors()[0]
-        raise RequestError(f"{PREFIX}{first['loc'][0]}", f"{first['msg']}, got {first['input']!r}") from None
+        name, given = str(first["loc"][0]), first["input"]
+        near = get_close_matches(given, _choices(name), n=1) if isinstance(given, str) else []
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise RequestError(PREFIX + name, f"{first['msg']}, got {given!r}{meant}") from None
+
+
+def _choices(name: str) -> list[str]:
+    """The names that an option can be, if it is one of several."""
+    kinds = (RequestOptions.model_fields[name].annotation, *get_args(RequestOptions.model_fields[name].annotation))
+    return [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
 
 
 def _changed(server: VeriCacheConfig, changes: Mapping[str, Any], asked: Sequence[str]) -> VeriCacheConfig:

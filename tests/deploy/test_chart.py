@@ -167,6 +167,8 @@ def test_secrets_are_where_the_server_reads_them() -> None:
             "mode": st.sampled_from(["draft", "off"]),
             "bitwise": st.sampled_from(["off", "on"]),
             "shared_verifies": st.sampled_from(["off", "on"]),
+            "reuse_scores": st.sampled_from(["off", "on"]),
+            "residual_reload": st.sampled_from(["off", "on"]),
             "window": st.integers(27, 300),
             "compressor": st.sampled_from(["kvzip", "snapkv", "h2o"]),
             "selector_seed": st.integers(0, 2**32 - 1),

@@ -89,10 +89,10 @@ def test_the_chart_fits_the_image(file: Path) -> None:
 
 @pytest.fixture
 def health() -> Iterator[Any]:
-    """Port 8000, where nobody listens, answers with the status it is given; skips where somebody does."""
+    """A port answers with the status it is given."""
 
     class Handler(BaseHTTPRequestHandler):
-        status = 200
+        status, port = 200, 0
 
         def do_GET(self) -> None:
             self.send_response(Handler.status if self.path == "/health" else 404)
@@ -101,22 +101,20 @@ def health() -> Iterator[Any]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    try:
-        server = HTTPServer(("127.0.0.1", 8000), Handler)
-    except OSError:
-        pytest.skip("port 8000 is taken")
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Handler.port = server.server_port
     Thread(target=server.serve_forever, daemon=True).start()
     yield Handler
     server.shutdown()
     server.server_close()
 
 
-@pytest.mark.xdist_group("port 8000")
 @by_name
 def test_the_healthcheck_follows_health(file: Path, health: Any) -> None:
     check = dict(final_stage(file))["HEALTHCHECK"]
-    python, *arguments = json.loads(check[check.index("[") :])
+    python, *arguments = json.loads(check[check.index("[") :].replace(":8000/", f":{health.port}/"))
     assert python == "python3"
+    assert f":{health.port}/health" in arguments[-1]
     for status, expected in ((200, 0), (503, 1)):
         health.status = status
         assert subprocess.run([sys.executable, *arguments], capture_output=True).returncode == expected

@@ -57,26 +57,31 @@ class Harness(LiveEngine):
         return {r.rpartition("-")[0]: t.state.name for r, t in self.coordinator.planner.tracks.items()}
 
     def assert_at_rest(self) -> None:
-        """Nothing is held and nothing is left in anyone's books, on both sides."""
-        for _ in range(2):  # deliver what ended requests leave behind: offline engines stop stepping at once
-            self.core.step_fn()
-        scheduler, coordinator = self.scheduler, self.coordinator
-        assert not scheduler.requests
-        assert not scheduler.running
-        assert not scheduler.waiting
-        assert not coordinator.records
-        assert not coordinator._asked
-        assert not coordinator.planner.tracks
-        assert not coordinator.reserved.fence.pending
-        assert not scheduler._in_flight
-        pool = scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert coordinator.reserved.host.free == coordinator.reserved.host.size
-        assert coordinator.reserved.slots.free == coordinator.reserved.slots.size
-        assert coordinator.reserved.arena.used == 0
-        assert not any(coordinator.planner.rings.link.cells)
-        assert not any(coordinator.planner.rings.pages.cells)
-        if self.worker is not None:  # without an arena there is none
-            assert not self.worker.arena.slots
-            assert len(self.worker.arena.pool.free) == self.worker.arena.pool.data.shape[0]
+        assert_at_rest(self)
         assert not self.runner.requests
+
+
+def assert_at_rest(engine: LiveEngine) -> None:
+    """Nothing is held and nothing is left in anyone's books, on both sides."""
+    for _ in range(3):  # deliver what ended requests leave behind: offline engines stop stepping at once
+        engine.core.step_fn()
+    scheduler, coordinator = engine.scheduler, engine.coordinator
+    assert not scheduler.requests
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert not coordinator.records
+    assert coordinator.terms.none_known
+    assert not coordinator.planner.tracks
+    assert not coordinator.reserved.fence.pending
+    assert not scheduler._in_flight
+    pool, reserved = scheduler.kv_cache_manager.block_pool, coordinator.reserved
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    assert reserved.host.free == reserved.host.size
+    assert reserved.slots.free == reserved.slots.size
+    assert reserved.arena.used == 0
+    assert not coordinator.scores.relied_on
+    assert not any(coordinator.planner.rings.link.cells)
+    assert not any(coordinator.planner.rings.pages.cells)
+    if engine.worker is not None:  # without an arena there is none
+        assert not engine.worker.arena.slots
+        assert len(engine.worker.arena.pool.free) == engine.worker.arena.pool.data.shape[0]

@@ -6,7 +6,7 @@ import torch
 from tests.interpreted.certified_world import DEVICE, CertifiedWorld
 from vericache.certified.attention import Outcome, Policy
 from vericache.certified.certificate import Target
-from vericache.certified.device import DeviceOutcome
+from vericache.certified.device import DeviceOutcome, attend, limits_of, true_errors
 from vericache.certified.triton_rows import held_logits, sketch_logits
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's dot misreads bfloat16
@@ -50,6 +50,19 @@ def test_decisions_are_the_references(eps: float, z: float) -> None:
     same(got, world.reference(policy))
     assert got.fetched.any()
     assert (got.error <= eps).all()
+
+
+@pytest.mark.parametrize(("seed", "eps"), [(0, 0.1), (1, 0.4), (2, 1e-9)])
+def test_the_true_error_of_the_denominator(seed: int, eps: float) -> None:
+    """Is that of the reference's estimate, and none where everything was read."""
+    world, policy = CertifiedWorld(seed=seed, shuffled=seed == 1), Policy(Target(eps, 0.1))
+    whole = world.on_device(policy).fallback.all()
+    found = true_errors(world.query, world.sampled, world.scale, limits_of(policy, DEVICE), world.work)
+    keys = torch.cat([world.keys, world.tail_keys], 1)
+    exact = (world.query.double() @ keys.double().mT * world.scale).logsumexp(-1)
+    wanted = (world.reference(policy).log_total - exact).expm1().abs().amax(-1)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-6)
+    assert (found.max() < 2e-6) if whole else (found.max() > 1e-4)
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), [(1, 1, 8), (2, 4, 32), (3, 3, 64), (2, 1, 128)])
@@ -132,8 +145,6 @@ def test_a_captured_graph_replays_other_queries() -> None:
     world.on_device(policy)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    from vericache.certified.device import attend, limits_of
-
     limits = limits_of(policy, DEVICE)
     with torch.cuda.graph(graph):
         got = attend(world.query, world.sampled, world.scale, policy.max_fetch, limits, world.work)

@@ -18,7 +18,10 @@ QWEN = Load(64 * GB, 5 * GB, 1 * GB)  # 32B
 sizes = st.floats(1e6, 1e12)
 rates = st.floats(1e9, 1e14)
 machines = st.builds(Machine, sizes, rates, rates)
-loads = st.tuples(sizes, sizes, st.floats(0.01, 1)).map(lambda v: Load(v[0], v[1], v[1] * v[2]))
+# Of what is kept, reloads leave out nothing, or some, or nearly all.
+loads = st.tuples(sizes, sizes, st.floats(0.01, 1), st.sampled_from([0, 0.5, 0.95])).map(
+    lambda v: Load(v[0], v[1], v[1] * v[2], v[1] * v[2] * v[3])
+)
 rounds = st.integers(1, 200).flatmap(lambda x: st.builds(Rounds, st.just(x), st.floats(1, x + 1)))
 rows = st.integers(1, 500)
 faster = st.floats(1, 100)
@@ -32,6 +35,8 @@ def test_times_of_the_worked_example() -> None:
     found = model.staggered(CARD, MISTRAL, yields(0.85, 25), 6)
     assert found.gpu == pytest.approx(34.5e-3)
     assert found.transfer == pytest.approx(18.75e-3)
+    saving = model.staggered(CARD, replace(MISTRAL, saved=1 * GB), yields(0.85, 25), 6)
+    assert (saving.gpu, saving.transfer) == (found.gpu, pytest.approx(0.8 * 18.75e-3))
     assert model.balance(CARD, MISTRAL, 25, 6) == pytest.approx(24 / 25 - 48 / 30)
 
 
@@ -92,7 +97,7 @@ def test_drafting_is_never_faster_than_the_lossy_cache_alone_nor_its_link(
 ) -> None:
     found = model.staggered(machine, load, rounds, rows)
     assert found.tokens_per_s <= 1.001 * model.short(machine, load, rows).tokens_per_s
-    assert found.tokens_per_s <= 1.001 * rounds.gained * machine.link / load.full
+    assert found.tokens_per_s <= 1.001 * rounds.gained * machine.link / load.moved
     assert found.link_busy <= 1
     assert model.lockstep(machine, load, rounds, rows).link_busy <= 1.001
 
@@ -178,3 +183,8 @@ def test_a_machine_without_a_size_or_rate_is_refused(values: tuple[float, float,
 def test_a_round_that_cannot_be_is_refused(values: tuple[int, float]) -> None:
     with pytest.raises(ValueError, match="at least 1 draft and yields"):
         Rounds(*values)
+
+
+def test_a_reload_leaves_something_to_load() -> None:
+    with pytest.raises(ValueError, match="a reload leaves out 5"):
+        Load(1.0, 5.0, 5.0, 5.0)

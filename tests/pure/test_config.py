@@ -44,6 +44,8 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "mode": "off",
         "bitwise": "on",
         "shared_verifies": "off",
+        "reuse_scores": "off",
+        "residual_reload": "on",
         "policy": "lockstep",
         "draft_policy": "bandit",
         "page_format": "kivi2",
@@ -66,6 +68,7 @@ def test_every_setting_can_come_from_every_source(name: str, tmp_path: Path) -> 
         "audit_keep": "tokens",
         "surrogate": "surrogate.safetensors",
         "layer_bits": ((4, 2), (16, 3)),
+        "bound": "output",
         "epsilon": 0.25,
         "delta": 0.5,
         "measured_share": 0.5,
@@ -95,6 +98,13 @@ def test_widths_that_do_not_exist_are_refused(bits: Any) -> None:
 def test_widths_of_layers_are_refused_where_there_is_one_width() -> None:
     with pytest.raises(ConfigError, match="layer_bits is given and page_format is turboquant4, which has one width"):
         load({"layer_bits": [[4, 2]], "page_format": "turboquant4"}, {})
+
+
+@pytest.mark.parametrize("pages", ["turboquant4", "kivi2", "kvquant4", "turboquant_mixed"])
+def test_pages_that_do_not_hold_tokens_as_they_are_cannot_stand_in_for_the_hosts(pages: str) -> None:
+    with pytest.raises(ConfigError, match=f"residual_reload is on and page_format is {pages}, whose pages do not hold"):
+        load({"residual_reload": "on", "page_format": pages}, {})
+    assert load({"residual_reload": True}, {}).residual_reload == "on"
 
 
 @pytest.mark.parametrize("beside", [{"mode": "draft"}, {"request_options": ["mode", "epsilon"]}])

@@ -30,7 +30,8 @@ def rate(setup: Setup, requests: int, seconds: float = 4.0, shape: Shape = SHAPE
 def test_every_request_ends_and_every_page_comes_back(mode: str, seed: int, count: int) -> None:
     rng = random.Random(seed)
     machine = Machine(3 * GB, 1000 * GB, rng.choice([10, 50, 100]) * GB)
-    setup = Setup(machine, mode, 1 * GB, 131072.0, window=16, draft_length=8, tail_tokens=64)
+    residual = rng.random() < 0.5
+    setup = Setup(machine, mode, 1 * GB, 131072.0, window=16, draft_length=8, tail_tokens=64, residual=residual)
     engine = Engine(setup, rng)
     shape = Shape(3000, 80, 0.9, 0.5, common=rng.choice([0, 1000, 1500]), sharers=rng.randint(1, 4))
     jobs = [shape.job(i, rng, rng.uniform(0, 0.5)) for i in range(count)]
@@ -107,7 +108,8 @@ def test_a_trace_is_read_and_a_bad_row_named() -> None:
 
 def test_variants_are_named() -> None:
     assert [name for name, _ in variants(SETUP, False)] == ["plain", "lockstep", "staggered", "auto"]
-    assert len(dict(variants(SETUP, True))) == 8
+    assert len(dict(variants(SETUP, True))) == 10
+    assert not [name for name in dict(variants(replace(SETUP, packed=0.3), True)) if "residual" in name]
 
 
 def test_requests_about_one_document_need_the_link_less() -> None:
@@ -119,3 +121,27 @@ def test_requests_about_one_document_need_the_link_less() -> None:
         found.append((outcome.rate, outcome.tally.link / outcome.tally.right))
     assert found[0][0] > 1.3 * found[1][0]
     assert found[0][1] < 0.7 * found[1][1]
+
+
+def test_reloads_of_what_is_not_kept_need_the_link_less() -> None:
+    """Always drafting, half of the context kept, where the link is the limit: half the bytes, and faster."""
+    card, found = replace(CARD, link=CARD.bandwidth / 60), []
+    for residual in (True, False):
+        setup = replace(SETUP, machine=card, mode="staggered", ratio=0.5, draft_policy="fixed", residual=residual)
+        outcome = Study(setup, replace(SHAPE, spread=0.0), 6.0).run(Load(27))
+        found.append((outcome.rate, outcome.tally.link / outcome.tally.reloads))
+    assert found[0][0] > 1.2 * found[1][0]
+    assert found[0][1] == pytest.approx(0.5 * found[1][1], rel=0.03)
+
+
+@pytest.mark.parametrize("rho", [10, 60])
+@pytest.mark.parametrize("requests", [8, 26, 260])
+def test_auto_with_smaller_reloads_is_never_slower_than_plain(rho: int, requests: int) -> None:
+    card = replace(CARD, link=CARD.bandwidth / rho)
+    auto = with_arena(replace(SETUP, machine=card, residual=True), SHAPE)
+    assert rate(auto, requests) >= 0.995 * rate(replace(SETUP, machine=card, mode="plain"), requests)
+
+
+def test_packed_tokens_cannot_stand_in_for_the_hosts() -> None:
+    with pytest.raises(ValueError, match="residual reloads need tokens as they are"):
+        replace(SETUP, residual=True, packed=0.3)

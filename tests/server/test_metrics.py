@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 import vericache
 from server.audit import CHECKS, MISMATCHES, SKIPPED
+from vericache.certified.decided import Decided
 from vericache.engine.metrics import FALLBACKS, METRICS, PROMOTIONS, PromMetrics, Stats, Telemetry
 
 AUDIT = (CHECKS, MISMATCHES, SKIPPED)
@@ -35,11 +36,22 @@ def test_steps_add_up() -> None:
     assert total.data["counts"]["vericache_rounds"] == {"": 2}
     assert total.data["counts"]["vericache_rejected_rounds"] == {"": 1}
     assert total.data["counts"]["vericache_link_bytes"] == {"to_device": 200}
-    assert total.data["samples"]["vericache_accepted_tokens_per_verify"] == [5, 2]
+    assert total.data["samples"]["vericache_accepted_tokens_per_verify"] == {"": [5, 2]}
     assert total.data["gauges"] == {"vericache_arena_bytes": {"": 7}}
     assert total.reduce() == {"rounds": 2, "acceptance length": 4.5, "link MB": 0.0}
     assert Stats().is_empty()
     assert Telemetry().take({}).reduce() == {"rounds": 0}
+
+
+def test_errors_are_told_apart_by_what_is_certified() -> None:
+    telemetry = Telemetry()
+    telemetry.certified(Decided(2, certificates=(0.1,), measured=(0.01, 0.02)), "output")
+    first = telemetry.take({})
+    telemetry.certified(Decided(2, certificates=(0.2,)), "denominator")
+    total = Stats().aggregate(first).aggregate(telemetry.take({}))
+    assert total.data["counts"]["vericache_certified_tokens"] == {"output": 1, "denominator": 1}
+    assert total.data["samples"]["vericache_certificate"] == {"output": [0.1], "denominator": [0.2]}
+    assert total.data["samples"]["vericache_certified_error"] == {"output": [0.01, 0.02]}
 
 
 def test_the_docs_name_every_metric_and_no_other() -> None:
@@ -84,5 +96,6 @@ def test_counters_are_there_before_anything_happened() -> None:
         ours = f'engine="{engine}",model_name="m"'
         assert f"vericache_rounds_total{{{ours}}} 0.0" in text
         assert f"vericache_reload_seconds_count{{{ours}}} 0.0" in text
+        assert f'vericache_certificate_count{{bound="output",{ours}}} 0.0' in text
         assert f'vericache_promotions_total{{{ours},reason="reload_failed"}} 0.0' in text
         assert f"vericache_arena_bytes{{{ours}}}" not in text

@@ -153,7 +153,7 @@ def test_begin_marks_what_must_not_be_written(world: World) -> None:
         DraftRow("a#d", "a", 0, 10),
         VerifyRow("b", 1, 10),
         probe(4),
-        ProbeRow("new", "c", 5, 0, 10, MethodSpec("kvzip", sinks=1, recent=2), (1, 3, 4), False),
+        ProbeRow("new", "c", 5, 0, 10, MethodSpec("kvzip", sinks=1, recent=2), (1, 3, 4), False, True),
         DraftRow("not in the batch", "z", 9, 10),
     ]
     batch = {"plain": [0, 1], "p": [7, 8, 9], "b": [10, 11, 12], "a#d": [13], "new": [10, 11], "last": [5]}

@@ -13,6 +13,7 @@ from compressors import CachedTokens, MethodSpec, Scorer, Shape, create
 from compressors.snapkv import SnapKV
 from tests.tensor.worker_world import ANCHORS, PT, SCALE, SCORED, SHAPE, World, compress, probe
 from vericache.engine.ops import ProbeRow, StepMetadata
+from vericache.engine.score_parts import ScorePart
 
 
 def test_compressing_without_probes(world: World) -> None:
@@ -55,7 +56,7 @@ def test_a_pass_of_several_rows_keeps_one_compressor(world: World) -> None:
     spec = MethodSpec("kvzip", "per_head", 0.5, 1, 2, (("chunk", 8),))
     expected = create(spec, SHAPE, 10)
     for index in range(2):
-        other = ProbeRow("q", "b", 6, index, 10, spec, (1, 3, 4), False)
+        other = ProbeRow("q", "b", 6, index, 10, spec, (1, 3, 4), False, index == 0)
         unwritten = world.begin([probe(2, spec, index, False), other], {"q": [10, 11], "p": [10, 11, 12]})
         assert len(unwritten) == 0
         world.show(5, seed=index)
@@ -164,7 +165,7 @@ def test_a_compressor_that_raises_concerns_one_request(
     monkeypatch.setattr(Broken, "where", where)
     spec = MethodSpec("broken", ratio=0.5, sinks=1, recent=2)
     if with_pass:
-        other = ProbeRow("q", "b", 6, 0, 10, SCORED, (1, 3, 4), True)
+        other = ProbeRow("q", "b", 6, 0, 10, SCORED, (1, 3, 4), True, True)
         world.begin([probe(2, spec), other], {"p": [7, 8, 9], "q": [7, 8, 9]})
         world.show(6)
     seen = int(with_pass)
@@ -241,3 +242,31 @@ def test_blocks_that_cannot_be_read_leave_the_slot_empty(world: World) -> None:
     (failure,) = world.step(before=[compress(0, blocks=(7, 2))]).failures
     assert failure.message.startswith("IndexError")
     world.check_empty()
+
+
+def test_scores_that_are_held_take_the_place_of_rows(world: World) -> None:
+    """One context is scored and its first chunk held; another that begins alike is scored from there on."""
+    spec = MethodSpec("kvzip", "per_head", 0.5, 1, 2, (("chunk", 8),))
+    expected = create(spec, SHAPE, 10)
+    for index in range(2):
+        world.begin([probe(2, spec, index, False)], {"p": [10, 11, 12]})
+        world.show(3, seed=index)
+        rng = torch.Generator().manual_seed(index)
+        for layer in range(SHAPE.layers):
+            query, key = torch.randn(3, 4, 8, generator=rng), torch.randn(3, 2, 8, generator=rng)
+            cached = world.layout.tokens(world.caches[layer], torch.tensor([7, 2, 9]))
+            expected.observe(layer, index, query, key, cached, SCALE)
+    parts = (ScorePart(1, 0, 8),)
+    assert not world.step(before=[replace(compress(2, spec, probes=2), keep=parts)]).failures
+    kept = expected.select()
+    world.check_slot(2, kept, (7, 2, 9), 10)
+
+    last = replace(probe(3, spec, 1, False), first=True)
+    world.begin([last], {"p": [10, 11, 12]})
+    world.show(3, seed=1)
+    assert not world.step(before=[replace(compress(3, spec, "b", probes=1), known=parts)]).failures
+    world.check_slot(3, kept, (7, 2, 9), 10)
+
+    again = replace(compress(3, spec, "b", probes=0), known=(*parts, ScorePart(2, 8, 10)), forget=(1,))
+    (failure,) = world.step(drops=[3], before=[again]).failures
+    assert "KeyError: 1" in failure.message, "what was dropped is not there"

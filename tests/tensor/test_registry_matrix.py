@@ -116,3 +116,23 @@ def test_a_larger_ratio_keeps_what_a_smaller_one_keeps(name: str) -> None:
         found.append([set(head) for layer in heads_of(kept) for head in layer])
     for less, more in pairwise(found):
         assert all(a <= b for a, b in zip(less, more, strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_parts_of_scores_that_hold_for_other_contexts(name: str) -> None:
+    """They cover the context in order, one for each probe, and can be handed on; none depends on a question."""
+    method, n = METHODS[name], 250
+    spec = method.fit(MethodSpec(name, method.default_counts, 0.5), ROW_TOKENS)
+    texts = {key: [1, 2] for key in [*method.texts, "turn"]}
+    found = [method.own_part(spec, i, n) for i in range(len(method.probes(range(n), spec, texts)))]
+    parts = [part for part in found if part is not None]
+    if not parts:
+        return
+    assert not method.query_aware
+    assert [*parts] == found
+    assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
+    assert parts[-1][1] == n
+    first, second = scored(name, "GQA", n), create(spec, shape_of("GQA"), n).scorer
+    for start, end in parts:
+        second.adopt(start, end, first.part(start, end))
+    assert torch.equal(second.scores(), first.scores())

@@ -8,14 +8,9 @@ from torch import Tensor
 
 from compressors import MethodError, MethodSpec, Rotary, Shape, create
 from compressors.streaming_llm import StreamingLLM
-from tests.tensor.compressor_runs import SHAPE
+from tests.tensor.compressor_runs import SHAPE, rotary
 
 POSITIONS = torch.tensor([0, 5, 63, 5, 17])
-
-
-def rotary(rot: int, neox: bool, factor: float = 1.0, dtype: torch.dtype = torch.float32) -> Rotary:
-    angles = torch.arange(64.0)[:, None] * 10000 ** (-torch.arange(0, rot, 2) / rot)
-    return Rotary((factor * torch.cat([angles.cos(), angles.sin()], -1)).to(dtype), neox)
 
 
 def as_complex(x: Tensor, rot: int, neox: bool) -> Tensor:
@@ -42,7 +37,7 @@ def test_turning_multiplies_pairs_by_a_unit_number(rot: int, neox: bool) -> None
 def test_back_is_the_inverse(rot: int, neox: bool, factor: float, dtype: torch.dtype) -> None:
     """Also of YaRN's attention factor and of a table that the model rounds."""
     x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(1))
-    rope = rotary(rot, neox, factor, dtype)
+    rope = Rotary((factor * rotary(rot, neox).cos_sin).to(dtype), neox)
     turned = rope.turn(x, POSITIONS)
     assert turned.dtype == torch.float32
     torch.testing.assert_close(rope.back(turned, POSITIONS), x, rtol=1e-5, atol=1e-5)
@@ -60,7 +55,7 @@ def test_dot_products_depend_on_the_distance_only() -> None:
 def test_positions_outside_the_table_are_an_error(position: int) -> None:
     """On a GPU the index itself would end the process."""
     with pytest.raises(MethodError, match=r"the model's rotary embedding has 0 \.\. 63"):
-        rotary(8, True).turn(torch.zeros(1, 8), torch.tensor([position]))
+        rotary(8, positions=64).turn(torch.zeros(1, 8), torch.tensor([position]))
 
 
 def test_no_positions() -> None:
@@ -68,8 +63,8 @@ def test_no_positions() -> None:
 
 
 def test_shapes_are_compared_without_it() -> None:
-    assert Shape(3, 2, 6, 16, rotary(16, True)) == SHAPE
-    assert hash(Shape(3, 2, 6, 16, rotary(16, True))) == hash(SHAPE)
+    assert Shape(3, 2, 6, 16, rotary(16, positions=64)) == SHAPE
+    assert hash(Shape(3, 2, 6, 16, rotary(16, positions=64))) == hash(SHAPE)
 
 
 def test_a_method_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from torch import Tensor
 from compressors import Kept, MethodSpec, Shape
 from vericache.draft.arena import DraftArena
 from vericache.draft.formats import Plain
+from vericache.draft.kept import KeptPages
 from vericache.draft.runtime import HostRuntime
 from vericache.engine.kv_worker import KVWorker
 from vericache.engine.ops import Compress, Op, ProbeRow, Row, StepMetadata, StepReport
-from vericache.engine.pages import PageLayout
+from vericache.engine.pages import PageLayout, place_elements
 from vericache.errors import TransferError
 from vericache.store.host import HostStore
-from vericache.store.transfer import Copied, CpuCopyEngine, Direction
+from vericache.store.transfer import Copied, CpuCopyEngine, Direction, KeptRows
 
 SHAPE = Shape(layers=2, kv_heads=2, query_heads=4, head_dim=8)
 BLOCK, BLOCKS, PAGES = 4, 12, 10  # tokens of a block, device blocks, host pages
@@ -31,6 +32,9 @@ class PlainLayout(PageLayout):
         rows = cache[blocks[positions // BLOCK], :, positions % BLOCK].transpose(0, 1)
         return rows[..., : SHAPE.head_dim], rows[..., SHAPE.head_dim :]
 
+    def place(self, caches: list[Tensor], kept: KeptPages, blocks: Tensor, first: int, whole: int) -> Tensor:
+        return place_elements(caches, kept, blocks, first, whole, torch.arange(BLOCK * 16).view(BLOCK, 16))
+
     def read_keys(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         return self.read(cache, blocks, positions)[0]
 
@@ -46,11 +50,13 @@ class FlakyCopies(CpuCopyEngine):
         self.bad_pages: set[int] = set()
         self.log: list[tuple[Direction, list[int], list[int]]] = []
 
-    def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Copied:
+    def submit(
+        self, direction: Direction, blocks: Sequence[int], pages: Sequence[int], kept: KeptRows | None = None
+    ) -> Copied:
         self.log.append((direction, list(blocks), list(pages)))
         if self.bad_pages & set(pages):
             raise TransferError("the host page is gone")
-        return super().submit(direction, blocks, pages)
+        return super().submit(direction, blocks, pages, kept)
 
 
 class World:
@@ -121,4 +127,4 @@ def compress(
 
 
 def probe(slot: int, spec: MethodSpec = SCORED, index: int = 0, replay: bool = True) -> ProbeRow:
-    return ProbeRow("p", "a", slot, index, 10, spec, (7, 2, 9), replay)
+    return ProbeRow("p", "a", slot, index, 10, spec, (7, 2, 9), replay, index == 0)

@@ -12,7 +12,8 @@ Notation, for one query, all tensors ``[..., n]`` over the n tokens of its KV he
 * ``r``: inclusion probability, in (0, 1]. Tokens with r = 1 (forced, saturated, generated, fetched) are *certain*: in
   the paper H, with what was fetched H'. The others are *sampled*: L. To fetch a token is to set its r to 1.
 * ``Z``: whether a sampled token is resident. Nothing but ``estimate`` may look at it: the bound holds for sets that are
-  chosen from queries, weights and probabilities alone.
+  chosen from queries, weights and probabilities alone. Where the output is certified, ``|N^|`` picks one of a fixed row
+  of such sets, and the bound holds for all of them at once (``attention.LEVELS``).
 
 What is exact and what is estimated:
 
@@ -20,8 +21,9 @@ What is exact and what is estimated:
 w, v of certain tokens                     exact
 w, v of sampled tokens that are resident   exact in the estimated sums; from the sketch in all that decides (Z-blind)
 w of tokens that are not resident          from the sketch
-norms of v of all tokens                   exact up to the dtype they are stored in
+norms of v of all tokens                   rounded up to float16
 D below the relative bound                 estimated; exact with a perfect sketch
+N below the relative bound                 at least the norm of its estimate less the bound
 guarantee                                  per query, for a fixed query, a sketch within its radius, and independent
                                            draws; it says nothing across layers or steps, nor of tokens
 =========================================  =========================================================================

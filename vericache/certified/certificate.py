@@ -6,6 +6,7 @@ Bernstein's inequality bounds the sum by their variances and their largest size.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +14,15 @@ from torch import Tensor
 from vericache.certified.estimator import shrinkage
 from vericache.errors import CompressionError, ConfigError
 
+# What a certificate is about: D, as in the paper, or the attention's output N / D. Not N alone: nothing but the output
+# reads it, and that depends on D as much.
+Bound = Literal["denominator", "output"]
+
 
 @dataclass(frozen=True)
 class Target:
-    """The relative error ``eps`` that a decision may exceed with probability ``delta`` at most.
+    """The relative error ``eps`` of what ``bound`` names, which a decision may exceed with probability ``delta`` at
+    most.
 
     ``eps`` 0 fetches every token. Bernstein's inequality is loose here: far fewer decisions exceed it than ``delta``.
 
@@ -26,15 +32,12 @@ class Target:
 
     eps: float = 0.05
     delta: float = 0.1
+    bound: Bound = "denominator"
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps < 1:
             raise ConfigError(f"eps is {self.eps}, expected 0 <= eps < 1; 0.05 is a good choice, 0 fetches all")
         _require_probability(self.delta)
-
-    def shared(self) -> "Target":
-        """For numerator and denominator each, so that the output keeps this one (``output_error``)."""
-        return Target(self.eps / (2 + self.eps), self.delta / 2)
 
 
 def _require_probability(delta: float) -> None:
@@ -149,11 +152,39 @@ def denominator_error(weights: Weights, inclusion: Tensor, delta: float) -> Tens
     return torch.where(error == 0, 0.0, error / weights.total)
 
 
+@dataclass(frozen=True)
+class Numerator:
+    """What a certificate of the output needs beside the weights. ``norms``: ``|v|`` or more, ``[..., n]`` or broadcast
+    to the weights. ``length`` float64 ``[...]``: ``|N^|``, in the unit of the weights: an assumed one where it is to be
+    decided what is fetched, the estimate's own where that is to be proven.
+    """
+
+    norms: Tensor
+    length: Tensor
+
+
+def certificate(weights: Weights, inclusion: Tensor, target: Target, numerator: Numerator | None = None) -> Tensor:
+    """The certificate of what ``target.bound`` names, float64 ``[...]``; ``numerator`` is needed for the output's.
+
+    Of the output, ``delta`` is shared by N and D in equal parts. Its certificate falls with every token that becomes
+    certain where all values are equally long; elsewhere beta moves between tokens, and it may grow a little.
+    """
+    if target.bound == "denominator":
+        return denominator_error(weights, inclusion, target.delta)
+    assert numerator is not None, "the output's certificate needs the norms of values"
+    multipliers = shrinkage(weights.upper, inclusion).multipliers
+    each = target.delta / 2
+    error = Deviation.of(weights.upper, inclusion, multipliers).bound(each)
+    of_numerator = Deviation.of(weights.upper * numerator.norms, inclusion, multipliers).bound(each)
+    relative = torch.where(error == 0, 0.0, error / weights.total)
+    return output_error(numerator_error(of_numerator, numerator.length), relative)
+
+
 def numerator_error(bound: Tensor, norm: Tensor) -> Tensor:
     """The relative error of N from the absolute ``bound [...]`` and from ``norm [...]``, that of the *estimate*:
     ``E / (|N^| - E)``, since ``|N| >= |N^| - E`` wherever the bound holds. Infinite where E is as large as the norm.
 
-    N^ depends on the sample: a last check, which must not choose what is fetched.
+    N^ depends on the sample: a check of sets that were chosen without it (``attention.LEVELS``).
     """
     left = norm - bound
     return torch.where(bound == 0, 0.0, torch.where(left > 0, bound / left, math.inf))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Decided:
     """A *decision* is one KV head of one layer at one position. ``tokens`` were fetched from the full cache, of that
     KV head each, in ``num_bytes`` bytes; decisions that ``fallbacks`` counts read all tokens. ``certificates``: the
-    largest of every position. ``measured``: true relative errors of the attention's output, of decisions drawn for
-    that, the largest of their queries; what that took to read is not counted."""
+    largest of every position. ``measured``: true relative errors of what is certified, of decisions drawn for that,
+    the largest of their queries; what that took to read is not counted."""
 
     decisions: int = 0
     fetching: int = 0

@@ -66,11 +66,12 @@ def attend(
     return DeviceOutcome(output, work.error[ROUNDS + 1].clone(), fetched, work.fallback.clone())
 
 
-def dense(query: Tensor, sampled: DeviceSampled, scale: float, limits: Tensor, work: Workspace) -> Tensor:
-    """What ``attend``, which must have come before, is off from: the same with every token read, float32
-    ``[H, G, D]``."""
+def true_errors(query: Tensor, sampled: DeviceSampled, scale: float, limits: Tensor, work: Workspace) -> Tensor:
+    """Of the denominator that ``attend``, which must have come right before, has estimated: the largest relative error
+    of each KV head's queries, float64 ``[H]``. Every key is read."""
     columns = sampled.inclusion.shape[1] + sampled.held.tail
+    estimated = work.mass.sum(1).double().log() + work.shift
     work.error[0] = math.inf
     complete(query, sampled.host, sampled.resident, scale, work, limits, 0, True)
-    decide(work, sampled.inclusion, limits, columns, 0, columns)
-    return mix(sampled.held, sampled.host, sampled.inclusion, sampled.resident, work)
+    log_total = work.exact[..., :columns].double().logsumexp(-1)
+    return (estimated - log_total).expm1().abs().amax(-1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vericache.certified.certificate import Target, Weights, denominator_error
+from vericache.certified.certificate import Numerator, Target, Weights, certificate
 from vericache.certified.estimator import shrinkage
 from vericache.errors import ConfigError
 
@@ -31,10 +31,17 @@ class Fetch:
 
 
 def plan_fetch(
-    weights: Weights, inclusion: Tensor, target: Target, shortlist: int = 128, max_fetch: float = 1.0
+    weights: Weights,
+    inclusion: Tensor,
+    target: Target,
+    shortlist: int = 128,
+    max_fetch: float = 1.0,
+    numerator: Numerator | None = None,
 ) -> Fetch:
     """The least k such that the first k tokens of ``fetch_ranks``, made certain, bring the certificate down to
     ``target.eps``. It never grows with k, in any order, so k* is found by bisection; where all are fetched it is 0.
+    The output's certificate, for the assumed length of ``numerator``, may grow a little (``certificate``): k* is then
+    one that suffices, and k* - 1 does not, but a smaller one might.
 
     k* is exactly the least for this order and these weights; the weights of sampled tokens are the sketch's, with their
     radius also where chosen, since no exact logit is known yet. Once the
@@ -47,6 +54,7 @@ def plan_fetch(
         weights: ``[..., n]``; inclusion: r, ``[..., n]`` or broadcast to it.
         shortlist: how many of the heaviest tokens are put into the best order, at least 0.
         max_fetch: share of n above which a decision is excessive, in [0, 1].
+        numerator: for a target of the output.
 
     Raises:
         ConfigError: shortlist or max_fetch out of range.
@@ -56,10 +64,10 @@ def plan_fetch(
     if not 0 <= max_fetch <= 1:
         raise ConfigError(f"max_fetch is {max_fetch}, expected a share of the tokens, 0 <= max_fetch <= 1")
     r = inclusion.double().expand_as(weights.upper)
-    ranks = fetch_ranks(weights.upper, r, shortlist)
+    ranks = fetch_ranks(weights.upper, r, shortlist, None if numerator is None else _worth(weights, numerator))
 
     def error(count: Tensor) -> Tensor:
-        return denominator_error(weights, r.masked_fill(ranks < count[..., None], 1.0), target.delta)
+        return certificate(weights, r.masked_fill(ranks < count[..., None], 1.0), target, numerator)
 
     sampled = (r < 1).sum(-1)  # enough: the certificate is 0
     count = sampled.clamp(max=int(max_fetch * r.shape[-1]))
@@ -73,7 +81,12 @@ def plan_fetch(
     return Fetch(ranks < count[..., None], count, error(count), excessive)
 
 
-def fetch_ranks(weights: Tensor, inclusion: Tensor, shortlist: int) -> Tensor:
+def _worth(weights: Weights, numerator: Numerator) -> Tensor:
+    """How much a token's share in the bound of D counts in that of the output, up to a factor: 1 / D + |v| / |N|."""
+    return numerator.length[..., None] + numerator.norms.double() * weights.total[..., None]
+
+
+def fetch_ranks(weights: Tensor, inclusion: Tensor, shortlist: int, worth: Tensor | None = None) -> Tensor:
     """The place of every token in the order of fetching, int64 ``[..., n]``: certain tokens come last.
 
     First come the ``shortlist`` heaviest, in falling order of their share in the bound's bias and standard deviation,
@@ -86,9 +99,11 @@ def fetch_ranks(weights: Tensor, inclusion: Tensor, shortlist: int) -> Tensor:
 
     Args:
         weights: ``[..., n]``, as for ``shrinkage``; inclusion: r, ``[..., n]``.
+        worth: factors of shares and weights, ``[..., n]``, at least 0; 1 unless given.
     """
     w, r = torch.broadcast_tensors(weights.double(), inclusion.double())
     multipliers = shrinkage(w, r).multipliers
+    w = w if worth is None else w * worth
     share = w * (1 - multipliers) + multipliers * w * ((1 - r) / r).sqrt()
     place = _places(torch.where(r < 1, w, -1.0))
     return _places(torch.where((place < shortlist) & (r < 1), share, -1.0 - place))

@@ -17,6 +17,7 @@ from vericache.draft.formats.uniform import LARGEST, uniform_codes
 from vericache.errors import CompressionError, ConfigError
 
 GROUP = 32  # tokens that share the range of a channel
+NORM_SLACK = 1e-6  # rounding of a norm in float32
 
 
 class KeySketch(ABC):
@@ -138,3 +139,21 @@ def sketch_keys(keys: Tensor, name: str = "per_channel2") -> KeySketch:
             f"finite ones to sketch; see why the model computes them"
         )
     return SKETCHES[name](keys)
+
+
+def value_norms(values: Tensor) -> Tensor:
+    """``|v|`` of ``values [H, n, D]``, rounded up: float16 ``[H, n]``. The output's bound needs no more.
+
+    Raises:
+        CompressionError: values that are not finite, or too long for float16.
+    """
+    norms = values.float().norm(dim=-1) * (1 + NORM_SLACK)
+    nearest = norms.half()
+    # The next larger number of a positive float16 has the next larger bits.
+    found = (nearest.view(torch.int16) + (nearest.float() < norms)).to(torch.int16).view(torch.float16)
+    if not found.isfinite().all():
+        raise CompressionError(
+            f"{int((~found.isfinite()).sum())} of {found.numel()} values are not finite or longer than {LARGEST:.0f}, "
+            f"expected shorter ones to bound the output; see why the model computes them"
+        )
+    return found

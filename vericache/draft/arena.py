@@ -24,6 +24,7 @@ from compressors import Kept, Shape
 from vericache.device import to_device
 from vericache.draft.attention import attend_pages, merge
 from vericache.draft.formats import PageFormat, Simulated, pages_per_head
+from vericache.draft.kept import KeptPages, Origin
 from vericache.draft.pool import PagePool
 from vericache.draft.rounding import Rounding
 from vericache.draft.source import Source
@@ -40,6 +41,7 @@ class Slot:
     folded: Tensor
     tail: Tensor
     rounding: Rounding | None = None  # where pages are simulated
+    origin: Origin | None = None  # where kept tokens came from, if that was to be remembered
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,11 @@ class DraftArena:
 
     # -- contents ------------------------------------------------------------------------------------
 
-    def put(self, slot: int, kept: Kept, source: Source, context: int = 0) -> int:
-        """Fill a slot (freeing what it held) with what is kept of ``context`` tokens (only simulated pages need this
-        number). Returns the head pages used.
+    def put(self, slot: int, kept: Kept, source: Source, context: int = 0, block_tokens: int | None = None) -> int:
+        """Fill a slot (freeing what it held) with what is kept of ``context`` tokens (only simulated pages and
+        ``block_tokens`` need this number). Returns the head pages used.
+
+        ``block_tokens``: remember which tokens those are, for reloads of a context in blocks of that many tokens.
 
         Raises:
             ArenaFullError: the slot is empty afterwards, nothing else has changed.
@@ -114,6 +118,7 @@ class DraftArena:
         """
         self.drop(slot)
         kept = replace(kept, counts=kept.counts.cpu())  # waits for the scores
+        assert block_tokens is None or self.holds_exact_tokens, "refused at the door (vericache.config)"
         need = pages_per_head(kept.counts, self.page_tokens)
         pages = self.pool.take(int(need.sum()))
         rounding = None
@@ -126,7 +131,8 @@ class DraftArena:
             self.pool.release(pages)
             raise
         none = torch.empty(0, self.shape.layers, self.shape.kv_heads, dtype=torch.int32)
-        self.slots[slot] = Slot(kept.counts.int(), pages, none, none, rounding)
+        origin = None if block_tokens is None else Origin.of(kept.positions, context, block_tokens)
+        self.slots[slot] = Slot(kept.counts.int(), pages, none, none, rounding, origin)
         if self.tables is not None:
             self.tables.fill(slot, kept.counts, need, pages)
         return len(pages)
@@ -194,13 +200,26 @@ class DraftArena:
         return strips.view(count, self.shape.layers, self.shape.kv_heads)
 
     @property
+    def holds_exact_tokens(self) -> bool:
+        """Pages of compressed contexts hold keys and values bit by bit as vLLM's blocks do."""
+        return not self.format.packed and not self.format.simulated
+
+    def kept(self, slot: int) -> KeptPages | None:
+        """What a slot holds of its context; None where it is not remembered which tokens those are."""
+        held = self.slots.get(slot)
+        if held is None or held.origin is None:
+            return None
+        return KeptPages(self.pool.data, held.pages, held.counts, held.origin)
+
+    @property
     def bytes_held(self) -> int:
-        """Bytes of all pages that slots own, with their tables, their counts, and what packing fixed."""
+        """Bytes of all pages that slots own, with their tables, their counts, what packing fixed, and origins."""
         page, held = self.format.page_bytes, 0
         frozen = self.format.frozen_bytes(self.shape.layers, self.shape.kv_heads)
         for s in self.slots.values():
             tables = (s.pages, s.folded, s.tail)
             held += sum(t.numel() * page + t.nbytes for t in tables) + s.counts.nbytes + frozen
+            held += 0 if s.origin is None else s.origin.num_bytes
         return held
 
     # -- one step ------------------------------------------------------------------------------------

@@ -63,6 +63,27 @@ def fill_pages(
     )  # fmt: skip
 
 
+def place_pages(
+    pool: Tensor, pages: Tensor, positions: Tensor, caches: list[Tensor], pointers: Tensor, blocks: Tensor, first: int,
+    whole: int, placed: Tensor,
+) -> None:  # fmt: skip
+    """The way back: copy tokens from head pages to vLLM's blocks, all layers at once.
+
+    Args:
+        pool, pages, pointers: as in ``fill_pages``.
+        positions: int32, otherwise as there.
+        blocks: int on the device, the sequence's from its block ``first`` on; nothing goes to the first ``whole``.
+        placed: uint8 ``[blocks, layers, H * block]``, set to 1 for every token of a head that is copied, in the order
+            in which they lie in a block.
+    """
+    heads, block, width = caches[0].shape[1:]
+    _place[(pages.shape[1],)](
+        pool, pages, pages.stride(0), positions, caches[0], pointers, blocks, first, whole, len(blocks), placed,
+        len(caches), *caches[0].stride()[:3], *pool.stride()[:3], heads=heads, block=block, dim=width // 2,
+        page_size=pool.shape[2],
+    )  # fmt: skip
+
+
 @triton.jit
 def _logits(  # type: ignore[no-untyped-def]
     query, q_token, q_head, key, k_token, k_head, cache, blocks, s_block, s_head, s_token, sinks, start, span, tokens,
@@ -156,3 +177,29 @@ def _fill(  # type: ignore[no-untyped-def]
     to = pool + page * p_page + i[:, None] * p_token + d[None, :]
     tl.store(to, tl.load(at, mask=mine[:, None]), mask=mine[:, None])
     tl.store(to + p_kv, tl.load(at + dim, mask=mine[:, None]), mask=mine[:, None])
+
+
+@triton.jit(do_not_specialize=["start", "whole", "count_blocks"])  # they differ from reload to reload
+def _place(  # type: ignore[no-untyped-def]
+    pool, pages, s_pages, positions, cache, pointers, blocks, start, whole, count_blocks, placed, layers, s_block,
+    s_head, s_token, p_page, p_kv, p_token,
+    heads: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr,
+):  # fmt: skip
+    at_page = tl.program_id(0)
+    page = tl.load(pages + at_page).to(tl.int64)
+    place = tl.load(pages + s_pages + at_page)
+    first, count = tl.load(pages + 2 * s_pages + at_page), tl.load(pages + 3 * s_pages + at_page)
+    base = tl.load(pointers + place // heads).to(cache.dtype)
+    i, d = tl.arange(0, page_size), tl.arange(0, dim)
+    position = tl.load(positions + first + i, mask=i < count, other=0)
+    index = position // block - start
+    mine = (i < count) & (index >= whole) & (index < count_blocks)
+    target = tl.load(blocks + index, mask=mine, other=0).to(tl.int64) * s_block
+    within = (place % heads) * s_head + (position % block) * s_token
+    source = pool + page * p_page + i[:, None] * p_token + d[None, :]
+    to = base + (target + within)[:, None] + d[None, :]
+    tl.store(to, tl.load(source, mask=mine[:, None]), mask=mine[:, None])
+    tl.store(to + dim, tl.load(source + p_kv, mask=mine[:, None]), mask=mine[:, None])
+    part = within // (2 * dim)
+    slot = (index.to(tl.int64) * layers + place // heads) * (heads * block) + part
+    tl.store(placed + slot, (part * 0 + 1).to(tl.uint8), mask=mine)

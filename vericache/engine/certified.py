@@ -6,10 +6,12 @@ anew from its tokens, as after any other loss of its KV, and demoted again: its 
 fresh.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vericache.certified.attention import Policy
+from vericache.certified.certificate import Bound
 from vericache.certified.decided import Decided
 from vericache.engine.detached import Detached
 from vericache.engine.metrics import Telemetry
@@ -29,6 +31,7 @@ class CertifiedSoFar:
         """What the response says (JSON types only)."""
         d = self.decided
         return {
+            "bound": self.policy.target.bound,
             "epsilon": self.policy.target.eps,
             "delta": self.policy.target.delta,
             "tokens": self.rows,
@@ -41,6 +44,14 @@ class CertifiedSoFar:
             "measured_decisions": len(d.measured),
             "largest_measured_error": max(d.measured, default=None),
         }
+
+
+def refused(v2_runner: bool) -> Mapping[Bound, str]:
+    """The bounds that certified rows of this runner do not have, and why (``engine.support.certified_refused`` says it
+    to clients, with more reasons)."""
+    if not v2_runner:
+        return {}
+    return {"output": "vLLM's V2 model runner certifies the denominator, not the output; set bound to denominator"}
 
 
 def begin(policy: Policy | None) -> CertifiedSoFar | None:
@@ -66,7 +77,7 @@ def count(plan: StepPlan, report: StepReport, telemetry: Telemetry) -> None:
         total = so_far.decided + found
         # One for every token of a long output would be a long list: the largest is kept.
         so_far.decided = replace(total, certificates=(max(total.certificates),))
-        telemetry.certified(found)
+        telemetry.certified(found, so_far.policy.target.bound)
 
 
 def tail_is_full(record: Detached) -> bool:

@@ -10,13 +10,13 @@ from torch import Tensor
 from compressors import Kept
 from vericache.certified.attention import Policy
 from vericache.certified.decided import Decided
-from vericache.certified.device import DeviceOutcome, DeviceSampled, attend, dense, limits_of
+from vericache.certified.device import DeviceOutcome, DeviceSampled, attend, limits_of, true_errors
 from vericache.certified.sketch import PerChannel, sketch_keys
 from vericache.certified.triton_rows import PROGRAMS, HeldRows, HostRows
 from vericache.certified.workspace import Workspace
 from vericache.device import to_device
 from vericache.draft.step import CertifiedToken
-from vericache.engine.certified_rows import CertifiedRows, relative_errors
+from vericache.engine.certified_rows import CertifiedRows
 from vericache.engine.ops import Compress
 from vericache.errors import CompressionError
 
@@ -53,7 +53,7 @@ class DeviceSlot:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one layer of a row did; ``errors`` float32 ``[H]`` where they were measured."""
+    """What one layer of a row did; ``errors`` float64 ``[H]`` where they were measured."""
 
     request_id: str
     outcome: DeviceOutcome
@@ -78,6 +78,7 @@ class CertifiedDevice(CertifiedRows):
 
     def fill(self, op: Compress, kept: Kept, blocks: Tensor) -> None:
         assert kept.inclusion is not None, "only samples can be certified"
+        assert op.bound == "denominator", "others are refused at the door (engine.support.certified_refused)"
         counts = to_device(kept.counts, self._device)
         inclusion = kept.inclusion.float().contiguous()
         resident = torch.zeros(inclusion.shape, dtype=torch.uint8, device=self._device)
@@ -121,7 +122,7 @@ class CertifiedDevice(CertifiedRows):
         outcome = attend(grouped, sampled, scale, policy.max_fetch, limits, work)
         errors = None
         if self._is_measured():
-            errors = relative_errors(outcome.output, dense(grouped, sampled, scale, limits, work))
+            errors = true_errors(grouped, sampled, scale, limits, work)
         self._seen.append(Seen(slot.request_id, outcome, errors))
         return outcome.output.flatten(0, 1)
 

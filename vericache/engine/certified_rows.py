@@ -32,7 +32,7 @@ class CertifiedRows(ABC):
         """The slot has been filled with ``kept``, from the context in ``blocks``.
 
         Raises:
-            CompressionError: keys that are not finite.
+            CompressionError: keys or values that are not finite.
         """
 
     @abstractmethod
@@ -42,7 +42,7 @@ class CertifiedRows(ABC):
     @property
     @abstractmethod
     def bytes_held(self) -> int:
-        """Of sketches and probabilities: what certified decode holds beside the arena."""
+        """Of sketches, probabilities and norms: what certified decode holds beside the arena."""
 
     @abstractmethod
     def attend(self, asked: CertifiedToken, layer: int, query: Tensor, scale: float) -> Tensor:
@@ -60,8 +60,3 @@ class CertifiedRows(ABC):
     def _is_measured(self) -> bool:
         """Drawn: every so many would favour some layers."""
         return self._random.random() < self.measured
-
-
-def relative_errors(output: Tensor, exact: Tensor) -> Tensor:
-    """Of each KV head, the largest of its queries, ``[H]``; both ``[H, G, D]``."""
-    return ((output - exact).norm(dim=-1) / exact.norm(dim=-1)).amax(-1)

@@ -1,17 +1,18 @@
 """Scoring passes and compressions on the worker: one ``Compressor`` per slot while its pass runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from compressors import Compressor, Kept, MethodSpec, Shape, create
+from compressors import Compressor, Kept, MethodSpec, Scorer, Shape, create
 from vericache.device import to_device
 from vericache.draft.arena import DraftArena
 from vericache.engine.certified_rows import CertifiedRows
 from vericache.engine.ops import Compress, ProbeRow
 from vericache.engine.pages import PageLayout
+from vericache.engine.score_parts import ScorePart
 from vericache.errors import CompressionError
 
 T = TypeVar("T")
@@ -71,9 +72,10 @@ class CompressionWorker:
         self._arena, self._shape, self._layout, self._caches = arena, shape, layout, caches
         self._device = caches[0].device
         self._passes: dict[int, ScoringPass] = {}
+        self._parts: dict[int, Tensor] = {}  # scores held for later passes, in host memory: by id of the part
 
     def scoring_row(self, row: ProbeRow) -> ScoringRow:
-        if row.index == 0:
+        if row.first:
             self._passes[row.slot] = ScoringPass(row.spec, self._shape, row.context, self._device)
         pass_ = self._passes[row.slot]
         pass_.rows += 1
@@ -89,17 +91,36 @@ class CompressionWorker:
         pass_ = self._passes.pop(op.slot, None) or ScoringPass(op.spec, self._shape, op.context, self._device)
         if pass_.rows != op.probes and pass_.error is None:
             pass_.error = CompressionError(f"{pass_.rows} scoring rows were seen, expected {op.probes}")
+        self._take_parts(pass_, op)
         blocks = self._on_device(op.blocks)
         kept = pass_.run(lambda compressor: self._select(compressor, blocks))
         if kept is None:
             self._arena.drop(op.slot)
             error = pass_.error
             raise CompressionError(f"compressor {op.spec.name!r} failed: {type(error).__name__}: {error}") from error
-        used = self._arena.put(op.slot, kept, self._layout.source(self._caches, blocks, op.context), op.context)
+        source = self._layout.source(self._caches, blocks, op.context)
+        used = self._arena.put(op.slot, kept, source, op.context, op.block_tokens)
         if op.pages:
             assert self._certified is not None, "refused at the door (engine.support.certified_refused)"
             self._certified.fill(op, kept, blocks)
         return used
+
+    def _take_parts(self, pass_: ScoringPass, op: Compress) -> None:
+        """Scores that are known in place of rows go in, those to be held go out."""
+        for part_id in op.forget:
+            self._parts.pop(part_id, None)
+        if op.known:
+            pass_.run(lambda compressor: self._adopt(compressor.scorer, op.known))
+        if op.keep:
+            pass_.run(lambda compressor: self._hold(compressor.scorer, op.keep))
+
+    def _adopt(self, scorer: Scorer, parts: Iterable[ScorePart]) -> None:
+        for part in parts:
+            scorer.adopt(part.start, part.end, to_device(self._parts[part.part_id], self._device))
+
+    def _hold(self, scorer: Scorer, parts: Iterable[ScorePart]) -> None:
+        for part in parts:
+            self._parts[part.part_id] = scorer.part(part.start, part.end).cpu()
 
     def _select(self, compressor: Compressor, blocks: Tensor) -> Kept:
         if compressor.reads_cache:

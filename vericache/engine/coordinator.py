@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from compressors import METHODS, MethodError, MethodSpec
+from compressors import MethodError
 from scheduler.admission import Limits, LockStep, Staggered
 from scheduler.draft_length import POLICIES
 from scheduler.lifecycle import State
@@ -23,7 +23,7 @@ from vericache.engine.blocks import DeviceBlocks, ids
 from vericache.engine.demotion import Demotion
 from vericache.engine.detached import Detached
 from vericache.engine.elastic import Elastic
-from vericache.engine.eligibility import NO_ARENA, Reason, end_tokens, resident_reason
+from vericache.engine.eligibility import end_tokens
 from vericache.engine.grammar import Grammars
 from vericache.engine.losses import without_copy
 from vericache.engine.needs import RoundNeeds
@@ -31,11 +31,12 @@ from vericache.engine.observe import EngineStats
 from vericache.engine.ops import MEASURED, DraftRow, Load, Offload, StepReport, VerifyRow, WriteBack
 from vericache.engine.plan import Bounds, Draft, StepPlan, Verify
 from vericache.engine.prestore import Prestore
-from vericache.engine.reservations import Reservations, Want
+from vericache.engine.reservations import Reservations
+from vericache.engine.residual import Residual
+from vericache.engine.score_parts import ScoreParts
 from vericache.engine.settings import MemoryPlan
 from vericache.engine.tails import TailSizes
-from vericache.errors import RequestError
-from vericache.request_options import RequestSettings
+from vericache.engine.terms import Terms
 
 UNKNOWN = -1  # stands for a draft in a verify row
 
@@ -57,6 +58,7 @@ class Coordinator:
         self.records: dict[str, Detached] = {}
         self.reserved = Reservations(plan, blocks, bounds.seats)
         self.prestore = Prestore(self.reserved)
+        self.scores = ScoreParts(plan.host_pages * plan.block_tokens)  # of as much context as the host holds KV of
         self.stats = EngineStats()
         self.past: dict[str, Detached] = {}  # records of requests that became plain rows again
         self._folds: list[tuple[int, int]] = []  # (slot, strips) for the next step
@@ -68,48 +70,33 @@ class Coordinator:
         """Change policy, draft length, method or thresholds; only while no request is detached."""
         assert not self.records, f"settings change only while no request is detached, {len(self.records)} are"
         self.settings = settings
-        self._asked: dict[str, RequestSettings] = {}
         self.throughput = Throughput(settings.iteration_seconds, settings.link_bytes_per_second)
         policy = LockStep(settings.draft_length + 1) if settings.policy == "lockstep" else Staggered()
         self.planner = Planner(settings.window, policy, settings.verify_tokens)
         self.reserved.sharing = settings.shared_verifies == "on"
         self.reserved.tails = TailSizes.of(self.plan.page_format, settings.recent, settings.window)
-        self.demotion = Demotion(self.reserved, self.bounds, self.texts, settings.verify_tokens)
+        self.residual = Residual(self.reserved, settings.ratio if settings.residual_reload == "on" else 0.0)
+        self.demotion = Demotion(
+            self.reserved, self.scores, settings.reuse_scores == "on", self.bounds, self.texts, settings.verify_tokens,
+            self.residual.on,
+        )  # fmt: skip
+        self.terms = Terms(
+            settings, self.bounds, self.texts, self.demotion.scoring_room, self.reserved, self.prestore, self.past
+        )
         self.needs = RoundNeeds(
-            self.records, self.planner, self.reserved, self.bounds, self.throughput, settings.tail_tokens
+            self.records, self.planner, self.reserved, self.bounds, self.throughput, settings.tail_tokens, self.residual
         )
         self.elastic = Elastic(self)
 
     # -- leaving the device ----------------------------------------------------------------------------
 
-    def resident_reason(self, request: Request) -> Reason | None:
-        """Why a request stays a plain vLLM row; None when it may draft, resources permitting."""
-        try:
-            asked = self.asked(request)
-        except RequestError as error:  # the front door checks it; an engine must not fail over one request
-            return Reason("bad_option", str(error))
-        if self.settings.mode == "off" or asked.off:
-            return Reason("off", "mode is off")
-        if not self.plan.drafts:
-            return NO_ARENA
-        past = self.past.get(request.request_id)
-        if past is not None and past.recoveries > self.settings.max_recoveries:
-            return Reason("failures", f"demotion or reload failed {past.recoveries} times")
-        if reason := resident_reason(request, asked.min_prompt_tokens):
-            return reason
-        try:
-            self._fitted(request)
-        except MethodError as error:
-            return Reason("method", str(error))
-        return None
-
     def detach(self, request: Request) -> bool:
         """Take everything the request needs to draft, all or nothing; False leaves it resident."""
-        record = self.reserved.open(request, *self._terms(request))
+        record = self.terms.open(request)
         if record is None:
             return False
         record.stored = self.prestore.hand_over(request.request_id)
-        asked, record.since = self.asked(request), self.planner.rings.now
+        asked, record.since = self.terms.asked(request), self.planner.rings.now
         record.certified = certified.begin(asked.certified)
         record.lengths = POLICIES[asked.draft_policy](asked.config.draft_length, self.elastic.seen.chance)
         if past := self.past.pop(record.request_id, None):
@@ -118,41 +105,6 @@ class Coordinator:
         self.records[record.request_id] = record
         self.planner.demote(record.request_id)
         return True
-
-    def want(self, request: Request) -> Want:
-        """What the request must be given to draft."""
-        return self.reserved.want(request, *self._terms(request))
-
-    def _terms(self, request: Request) -> tuple[MethodSpec, int, int, list[int]]:
-        """Method, tail and window with which the request drafts, and the host pages it has already."""
-        window = self.settings.window
-        tail = min(self.settings.tail_tokens, request.max_tokens) + window
-        return self._fitted(request), tail, window, self.prestore.pages(request.request_id)
-
-    def asked(self, request: Request) -> RequestSettings:
-        """The settings as they hold for this request. Raises RequestError."""
-        found = self._asked.get(request.request_id)
-        if found is None:
-            params = request.sampling_params
-            extra = params.extra_args if params is not None else None
-            found = RequestSettings(self.settings, extra, True)
-            self._asked[request.request_id] = found
-        return found
-
-    def always(self, request: Request) -> bool:
-        """The request drafts whether or not blocks run short."""
-        try:
-            return self.asked(request).always
-        except RequestError:
-            return False
-
-    def _fitted(self, request: Request) -> MethodSpec:
-        """The request's method with scoring rows that fit in a step and behind the context."""
-        config = self.asked(request).config
-        if config.compressor not in self.texts:  # the front door refuses it
-            raise MethodError(f"this server lets no client choose compressor {config.compressor!r}")
-        room = min(self.demotion.scoring_room, self.bounds.max_model_len - request.num_tokens - 1)
-        return METHODS[config.compressor].fit(config.method, room)
 
     # -- planning one step -----------------------------------------------------------------------------
 
@@ -177,6 +129,7 @@ class Coordinator:
         reserved = 0 if self.planner.late else head_blocks
         self._forgotten += [p.row.row_id for p in out.probes]  # from the next step on
         out.before += self._store_ahead(running)
+        self.residual.review(self.records.values())
         limits = Limits(self.throughput.iteration_ns, self.needs.transient_blocks(running, reserved))
         self.elastic.review(limits.pages)
         tick = self.planner.tick(self.needs, limits)
@@ -195,15 +148,11 @@ class Coordinator:
         most = max(1, int(link / self.plan.block_bytes))
         window = self.settings.window
         spare = len(self.records) * self.plan.blocks_for(window)  # for what is drafting already
-        return self.prestore.step(
-            running, lambda r: self.always(r) and self.resident_reason(r) is None, window, spare, most
-        )
+        return self.prestore.step(running, self.terms.leaves, window, spare, most)
 
     def _load(self, record: Detached) -> Load:
-        """Also where nothing is left to copy: the verify row waits for this, which comes after what others load."""
-        rest = slice(record.here, self.plan.blocks_for(record.context))
         self.stats.telemetry.count("vericache_shared_reload_bytes", record.here * self.plan.block_bytes)
-        return Load(record.request_id, tuple(record.host_pages[rest]), tuple(ids(record.blocks)[rest]))
+        return self.residual.load(record)
 
     def _draft(self, record: Detached, out: StepPlan) -> None:
         round_ = self.planner.tracks[record.request_id].round
@@ -278,10 +227,11 @@ class Coordinator:
             if not self._is_live(record):
                 continue
             if record.request_id in failed:
+                self.scores.withdraw(record.known)
                 (recompute if record.anew else rejoin).append(record)
                 self.abandon(record, "compression_failed")
             else:
-                self._settle(record, report.compressed[record.request_id], report.simulated.get(record.request_id))
+                self._settle(record, report)
         for verify in plan.verifies:
             record = verify.record
             if not self._is_live(record):
@@ -323,9 +273,15 @@ class Coordinator:
     def _is_live(self, record: Detached) -> bool:
         return self.records.get(record.request_id) is record
 
-    def _settle(self, record: Detached, head_pages: int, simulated_bytes: int | None) -> None:
+    def _settle(self, record: Detached, report: StepReport) -> None:
         """The slot is filled: give the full KV's blocks back and wait for a round."""
+        head_pages = report.compressed[record.request_id]
         self.stats.telemetry.count("vericache_recompressions" if record.anew else "vericache_demotions")
+        self.stats.telemetry.count("vericache_reused_score_tokens", sum(part.tokens for part in record.known))
+        for key, part in record.keep:
+            self.scores.add(key, part)
+        self.scores.release(record.known)
+        record.known, record.keep = [], []
         if not record.anew:
             record.blocks = self.blocks.detach(record.request) + record.blocks
         self.reserved.give_blocks(record)
@@ -334,7 +290,9 @@ class Coordinator:
         record.folded = 0
         record.anew, record.settling, record.probes, record.probes_sent = False, False, None, 0
         record.wider, record.rounds_before = None, len(record.rounds)
-        record.compressed_bytes, record.simulated_bytes = self.plan.compressed_bytes(head_pages), simulated_bytes
+        record.compressed_bytes = self.plan.compressed_bytes(head_pages)
+        record.simulated_bytes = report.simulated.get(record.request_id)
+        record.kept_bytes = report.kept.get(record.request_id, 0)
         record.full_bytes = record.context * self.plan.block_bytes // self.plan.block_tokens
         self.planner.demoted(record.request_id, record.context, record.certified is not None)
 
@@ -348,7 +306,7 @@ class Coordinator:
     def _go_on(self, record: Detached) -> None:
         """Another round: its blocks are given back, verified tokens leave the uncompressed tail for packed pages."""
         self.reserved.give_blocks(record)
-        record.look_back(self.asked(record.request).config.ratio_limit)
+        record.look_back(self.terms.asked(record.request).config.ratio_limit)
         if strips := self.reserved.fold(record):
             self._folds.append((record.slot, strips))
         self.planner.verified(record.request_id, record.context, self.needs.draft_limit(record.request_id))
@@ -357,7 +315,7 @@ class Coordinator:
         """The tail is long, or too little is kept: compress the context again while its full KV is on the device."""
         assert self.planner.tracks[record.request_id].round is None, "no round begins ahead of a compression"
         try:
-            spec = self._fitted(record.request)
+            spec = self.terms.method(record.request)
         except MethodError:
             return False
         record.anew = self.reserved.refit(record, spec, wider)
@@ -376,12 +334,14 @@ class Coordinator:
             self._release(record)
             summary = record.summary()
         else:
-            reason = self.resident_reason(request) or self.elastic.resident(request.request_id, self.always(request))
+            reason = self.terms.resident_reason(request) or self.elastic.resident(
+                request.request_id, self.terms.always(request)
+            )
             past = self.past.pop(request.request_id, None)
             summary = past.summary(reason.text) if past else {"mode": "resident", "reason": reason.text}
             if past is None:
                 self.stats.telemetry.count("vericache_fallbacks", label=reason.code)
-        self._asked.pop(request.request_id, None)
+        self.terms.forget(request.request_id)
         self.elastic.forget(request.request_id)
         return summary
 
@@ -409,6 +369,8 @@ class Coordinator:
 
     def _release(self, record: Detached) -> None:
         self._retire_shadow(record, self._forgotten)
+        self.scores.release(record.known)
+        self.scores.drop(record.keep)
         self._emptied.append(record.slot)
         self._ended.append(record.request_id)
         self.reserved.close(record)

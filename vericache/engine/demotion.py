@@ -1,7 +1,7 @@
 """How a request leaves the device: its scoring rows, then one step that copies its KV to the host and compresses it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compressors import METHODS
 from vericache.engine.blocks import ids
@@ -9,16 +9,23 @@ from vericache.engine.detached import Detached
 from vericache.engine.ops import Compress, Offload, ProbeRow
 from vericache.engine.plan import Bounds, Probing, StepPlan
 from vericache.engine.reservations import Reservations
+from vericache.engine.score_parts import Key, ScoreParts
+
+Scored = tuple[Key, int, int]  # of a part of scores: key, start and end
 
 
 @dataclass(frozen=True)
 class Demotion:
-    """``texts``: by compressor, token ids that scoring rows append (see ``compressors.Scorer.probes``)."""
+    """``texts``: by compressor, token ids that scoring rows append (see ``compressors.Scorer.probes``); ``scores``:
+    what earlier passes left."""
 
     reserved: Reservations
+    scores: ScoreParts
+    reuse_scores: bool
     bounds: Bounds
     texts: Mapping[str, Mapping[str, Sequence[int]]]
     verify_tokens: int
+    remember: bool  # which tokens are kept, for reloads that leave them out
 
     @property
     def scoring_room(self) -> int:
@@ -38,16 +45,43 @@ class Demotion:
             tokens = list(request.all_token_ids[:context])
             name = record.spec.name
             record.probes = METHODS[name].probes(tokens, record.spec, self.texts[name])
-        if record.probes_sent < len(record.probes):
-            return self._score(record, device, out)
+        while record.probes_sent < len(record.probes):
+            scored = self._own_part(record)
+            if scored is not None and self.scores.claimed(scored[0]):
+                return None  # another pass brings it
+            part = self.scores.take(scored[0]) if scored is not None else None
+            if part is None:
+                return self._score(record, device, scored, out)
+            record.known.append(part)
+            record.probes_sent += 1
         if not record.anew:
             out.before.append(self._offload(record, held))
-        probes = len(record.probes)
-        pages = tuple(record.host_pages[: len(held)]) if record.certified is not None else ()
-        out.before.append(Compress(record.request_id, record.slot, tuple(held), context, record.spec, probes, pages))
+        out.before.append(self._compress(record, held))
         record.settling = True
         out.settling.append(record)
         return None
+
+    def _compress(self, record: Detached, held: Sequence[int]) -> Compress:
+        assert record.probes is not None
+        rows, keep = len(record.probes) - len(record.known), tuple(part for _, part in record.keep)
+        op = Compress(
+            record.request_id, record.slot, tuple(held), record.context, record.spec, rows,
+            known=tuple(record.known), keep=keep, forget=self.scores.dropped(),
+        )  # fmt: skip
+        if record.certified is None:
+            return replace(op, block_tokens=self.reserved.plan.block_tokens if self.remember else None)
+        pages, bound = tuple(record.host_pages[: len(held)]), record.certified.policy.target.bound
+        return replace(op, pages=pages, bound=bound)
+
+    def _own_part(self, record: Detached) -> Scored | None:
+        """The scores that the next row is for, where they hold for other contexts, too: those of full blocks, known by
+        vLLM's hash of all tokens up to their end."""
+        spec, block_tokens = record.spec, self.reserved.plan.block_tokens
+        found = METHODS[spec.name].own_part(spec, record.probes_sent, record.context) if self.reuse_scores else None
+        if found is None or found[1] % block_tokens:
+            return None
+        keys, blocks = self.reserved.blocks.keys(record.request), found[1] // block_tokens
+        return ((spec.name, spec.options, spec.sinks, keys[blocks - 1]), *found) if blocks <= len(keys) else None
 
     def _offload(self, record: Detached, held: Sequence[int]) -> Offload:
         """What is not in the host yet of the blocks ``held``, the last of which need not be full."""
@@ -56,7 +90,7 @@ class Demotion:
         missing = [i for i in rest if i >= full or self.reserved.missing(record.request, pages, i)]
         return Offload(record.request_id, tuple(held[i] for i in missing), tuple(pages[i] for i in missing))
 
-    def _score(self, record: Detached, device: Sequence[int], out: StepPlan) -> str | None:
+    def _score(self, record: Detached, device: Sequence[int], scored: Scored | None, out: StepPlan) -> str | None:
         assert record.probes is not None
         probe, index, context = record.probes[record.probes_sent], record.probes_sent, record.context
         length = probe.start + len(probe.tokens)
@@ -67,6 +101,8 @@ class Demotion:
         full = len(out.probes) >= self.bounds.scoring_rows
         if full or out.probe_tokens + len(probe.tokens) > self.scoring_room:
             return None  # another request's scoring row fills this step
+        if scored is not None:
+            record.keep.append((scored[0], self.scores.claim(*scored)))
         record.probes_sent += 1
         row = ProbeRow(
             record.row_id(f"probe{context}.{index}"),
@@ -77,6 +113,7 @@ class Demotion:
             record.spec,
             tuple(device[:needed]),
             replay=probe.start < context,
+            first=index == len(record.known),
         )
         known = record.request.all_token_ids[: probe.start]
         out.probes.append(Probing(record, row, [*known, *probe.tokens], probe.start))

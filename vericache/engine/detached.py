@@ -9,6 +9,7 @@ from vllm.v1.request import Request
 from compressors import MethodSpec, Probe
 from scheduler.adaptation import wider_ratio
 from scheduler.draft_length import DraftLength, Fixed
+from vericache.engine.score_parts import Key, ScorePart
 
 if TYPE_CHECKING:
     from vericache.engine.certified import CertifiedSoFar
@@ -39,6 +40,8 @@ class Detached:
     anew: bool = False  # being compressed again at a verify boundary: ``blocks`` hold the context
     probes: list[Probe] | None = None  # scoring rows; None until the context is complete
     probes_sent: int = 0
+    known: list[ScorePart] = field(default_factory=list)  # scores that are held in place of scoring rows
+    keep: list[tuple[Key, ScorePart]] = field(default_factory=list)  # scores of the pass to be held, by key
     settling: bool = False  # the compression has been issued
     drafts: list[int] = field(default_factory=list)  # known draft ids of the running round
     shadow_id: str | None = None  # row id of the running round's draft row
@@ -48,6 +51,7 @@ class Detached:
     compressed_bytes: int = 0  # compressed pages, their tables and counts, at the last compression
     simulated_bytes: int | None = None  # what they would take if they were packed, where pages are simulated
     full_bytes: int = 1  # full KV of the same context
+    kept_bytes: int = 0  # of it, what a reload can leave out: keys and values in the arena, if it may use them
     recoveries: int = 0  # times the request had to become a plain row again
     certified: "CertifiedSoFar | None" = None  # it decodes by certified rows instead of rounds
 

@@ -38,7 +38,7 @@ class Elastic:
         found, able = self._coordinator, list(ready)
         if found.settings.mode == "off":
             return []
-        always = [r for r in able if found.always(r) and found.resident_reason(r) is None]
+        always = [r for r in able if found.terms.leaves(r)]
         if always or found.settings.mode == "draft":
             return always
         return self._victims(able, running, waiting)
@@ -54,7 +54,7 @@ class Elastic:
         short = self._head + held - room
         if short <= 0 or now - self._quiet < PATIENCE:
             return []
-        able = {r.request_id: r for r in ready if not found.always(r) and found.resident_reason(r) is None}
+        able = {r.request_id: r for r in ready if not found.terms.always(r) and found.terms.resident_reason(r) is None}
         largest = max((r.tokens for r in found.records.values()), default=0)
 
         def working(count: int, pages: int) -> int:
@@ -71,7 +71,7 @@ class Elastic:
         if not victims:
             self._quiet = now
             self._unpaid.update(able)
-        elif not found.reserved.fits([found.want(r) for r in victims]):
+        elif not found.reserved.fits([found.terms.want(r) for r in victims]):
             self._quiet, victims = now, []
         return victims
 
@@ -80,7 +80,7 @@ class Elastic:
         largest = max(able, key=lambda r: r.num_tokens, default=None)
         if largest is None:
             return 0
-        want = self._coordinator.want(largest)
+        want = self._coordinator.terms.want(largest)
         fits = self._coordinator.reserved.fits
         return next(n for n in range(AHEAD, -1, -1) if n == 0 or fits([want] * n))
 
@@ -93,12 +93,12 @@ class Elastic:
         if not waiting:
             return 0
         found, needs = self._coordinator, self._coordinator.needs
-        leaving = [r for r in running if found.always(r) and found.resident_reason(r) is None]
-        wants = [found.want(r) for r in leaving]
+        leaving = [r for r in running if found.terms.leaves(r)]
+        wants = [found.terms.want(r) for r in leaving]
         room, count = needs.transient_blocks(running, 0), 0
         for head in waiting:
-            leaves = found.always(head) and found.resident_reason(head) is None
-            more = [found.want(head)] if leaves else []
+            leaves = found.terms.leaves(head)
+            more = [found.terms.want(head)] if leaves else []
             room -= needs.soon(head)
             if (found.records or leaving) and room < needs.working_blocks(leaving, found.settings.draft_length):
                 can_leave = leaves and found.reserved.fits(wants + more)
@@ -115,7 +115,7 @@ class Elastic:
         transient KV."""
         found = self._coordinator
         self._room = room
-        own = [r for r in found.records.values() if not found.always(r.request)]
+        own = [r for r in found.records.values() if not found.terms.always(r.request)]
         if not own:
             return
         now = found.planner.rings.now
@@ -164,7 +164,7 @@ class Elastic:
         pages = found.plan.blocks_for(request.num_tokens)
         left = request.max_tokens - request.num_output_tokens
         since = past.since if past is not None else -found.settings.window
-        kept = pages * found.asked(request).config.ratio * found.plan.packed_share
+        kept = pages * found.terms.asked(request).config.ratio * found.plan.packed_share
         return Candidate(request.request_id, pages, gain(chance, x), left, since, x, kept)
 
     def _detached(self, record: Detached) -> Candidate:
@@ -184,7 +184,8 @@ class Elastic:
         shorter, looks no better than it is."""
         found = self._coordinator
         throughput = found.throughput
-        moved = found.plan.block_bytes * found.reserved.host.share  # a page that several need is reloaded once
+        # A page that several need is reloaded once, and what the arena holds of it not at all.
+        moved = found.plan.block_bytes * found.reserved.host.share * found.residual.crossing
         return Pace(throughput.iteration.value, 0.0, moved / throughput.bandwidth.value)
 
     def _working(self, change: int) -> int:

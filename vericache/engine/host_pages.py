@@ -4,8 +4,9 @@ A page is filed under its block's key (vLLM's block hash, which covers all token
 issued, and whoever needs the same block becomes another holder. It is not written again while anyone relies on it:
 write-back touches only blocks behind the prompt, which are nobody else's.
 
-Whoever holds or files a filed page holds the filed pages of all blocks before it. So the keys that are found are the
-first ones of a prompt, and along a request's pages there are fewer and fewer holders.
+Whoever holds or files a filed page holds the filed pages of all blocks before it, and a filed page has a holder. So the
+keys that are found are the first ones of a prompt, along a request's pages there are fewer and fewer holders, and when
+a copy failed its holders are all who could rely on it.
 """
 
 from bisect import bisect_left
@@ -23,6 +24,7 @@ class HostPages(IdPool):
         self._holders = 0  # sum of these
         self._filed: dict[Hashable, int] = {}  # key -> page
         self._keys: dict[int, Hashable] = {}
+        self._mixed: set[int] = set()  # pages whose bytes need not be those that each holder's own prefill computed
 
     @property
     def share(self) -> float:
@@ -56,20 +58,32 @@ class HostPages(IdPool):
         """Become another holder of ``page``, which is returned."""
         self._more[page] = self._more.get(page, 0) + 1
         self._holders += 1
+        self.mix([page])
         return page
 
-    def release(self, ids: Iterable[int]) -> None:
-        """Let go of pages: the last holder's are free again. LedgerError when one of them is not held."""
+    def mix(self, pages: Iterable[int]) -> None:
+        """These, a request's leading pages, may hold what another prefill computed than their holder relies on."""
+        self._mixed.update(pages)
+
+    def mixed(self, pages: Sequence[int]) -> int:
+        """How many of a request's pages, the leading ones, may hold what another prefill computed: they have, or had,
+        several holders."""
+        return bisect_left(pages, True, key=lambda page: page not in self._mixed)
+
+    def let_go(self, pages: Iterable[int]) -> list[int]:
+        """One holder less for each of ``pages``. Returns those that nobody holds any more: nobody finds them from now
+        on, and they are to be released once no step in flight writes to them."""
         last = []
-        for page in ids:
+        for page in pages:
             if more := self._more.pop(page, 0):
                 self._holders -= 1
                 if more > 1:
                     self._more[page] = more - 1
             else:
                 last.append(page)
-        super().release(last)
         self.withdraw(last)
+        self._mixed.difference_update(last)
+        return last
 
     def held_by_others(self, pages: Sequence[int]) -> int:
         """How many of a request's pages, the leading ones, have another holder."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from compressors import Shape
+from vericache.draft.kept import KeptPages
 from vericache.draft.runtime import DraftRuntime, Observed
 from vericache.draft.step import ArenaRow
 from vericache.engine.certified_rows import CertifiedRows
@@ -58,13 +59,15 @@ class KVWorker:
         self.runtime, self.arena, self.copies = runtime, runtime.arena, copies
         self.certified = certified
         runtime.reader = certified
+        self._layout, self._caches = layout, caches
         self.compression = CompressionWorker(self.arena, shape, layout, caches, certified)
         self._report = StepReport()
         self._started: StepMetadata | None = None
         self._lost: set[str] = set()  # requests whose reload failed in this step
         self._loads: dict[str, Ticket] = {}  # reloads that no verify row has waited for
         measured = copies.measure()
-        self._running = [(MEASURED, measured)] if measured is not None else []  # copies not yet reported
+        # Copies not yet reported, and bytes that they left out.
+        self._running = [(MEASURED, measured, 0)] if measured is not None else []
 
     # -- before the forward pass, from the runner ----------------------------------------------------
 
@@ -124,11 +127,11 @@ class KVWorker:
             report.arena_bytes += self.certified.bytes_held
             report.certified = self.certified.take()
         running, self._running = self._running, []
-        for op, ticket in running:
+        for op, ticket, kept in running:
             if (seconds := ticket.seconds) is None:
-                self._running.append((op, ticket))
+                self._running.append((op, ticket, kept))
             else:
-                report.transfers.append(Transfer(op, ticket.num_bytes, seconds))
+                report.transfers.append(Transfer(op, ticket.num_bytes, seconds, kept))
         return report
 
     def _run(self, op: Op) -> None:
@@ -142,6 +145,8 @@ class KVWorker:
                     self._report.compressed[op.request_id] = self.compression.compress(op)
                     if (rounding := self.arena.slots[op.slot].rounding) is not None:
                         self._report.simulated[op.request_id] = rounding.packed_bytes
+                    if (kept := self.arena.kept(op.slot)) is not None:
+                        self._report.kept[op.request_id] = kept.num_bytes
         except Exception as error:
             # Whatever a copy or a compressor raises concerns one request; the scheduler decides what becomes of it.
             name = type(op).__name__
@@ -151,7 +156,31 @@ class KVWorker:
                 self._lost.add(op.request_id)
 
     def _copy(self, op: Offload | WriteBack | Load, direction: Direction) -> None:
-        ticket = self.copies.submit(direction, op.blocks, op.pages)
-        self._running.append((type(op).__name__, ticket))
+        kept = self._kept(op) if isinstance(op, Load) else None
+        ticket = self.copies.submit(direction, op.blocks, op.pages, kept)
+        self._running.append((type(op).__name__, ticket, 0 if kept is None else kept.num_bytes))
         if isinstance(op, Load):
             self._loads[op.request_id] = ticket
+
+    def _kept(self, op: Load) -> "KeptOfLoad | None":
+        """What of a reload its request's arena slot holds."""
+        kept = None if op.slot is None else self.arena.kept(op.slot)
+        return None if kept is None else KeptOfLoad(op, kept, self._layout, self._caches)
+
+
+@dataclass(frozen=True)
+class KeptOfLoad:
+    """``store.transfer.KeptRows`` of a slot's compressed context."""
+
+    op: Load
+    pages: KeptPages
+    layout: PageLayout
+    caches: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        first = self.op.first
+        return self.pages.bytes_of(first + self.op.whole, first + len(self.op.blocks))
+
+    def place(self, blocks: Tensor) -> Tensor:
+        return self.layout.place(self.caches, self.pages, blocks, self.op.first, self.op.whole)

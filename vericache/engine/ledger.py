@@ -35,12 +35,12 @@ class IdPool:
 
     def release(self, ids: Iterable[int]) -> None:
         """Give ids back; LedgerError and nothing released when one of them is not held."""
-        released, held = list(ids), set(self._held)
-        for i in released:
-            if i not in held:
-                raise LedgerError(f"id {i} was released but is not held (released twice, or never taken)")
-            held.remove(i)
-        self._held = held
+        released = list(ids)
+        once = set(released)
+        if len(once) < len(released) or not once <= self._held:
+            wrong = next(i for i in released if i not in self._held or released.count(i) > 1)
+            raise LedgerError(f"id {wrong} was released but is not held (released twice, or never taken)")
+        self._held -= once
         self._free.extend(released)
 
 

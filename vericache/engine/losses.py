@@ -26,12 +26,14 @@ def without_copy(
     plan: StepPlan, report: StepReport, holders: Callable[[], Mapping[str, Collection[int]]], reserved: Reservations
 ) -> set[str]:
     """Requests whose copy to the host failed in this step, and those that hold a page of it. ``holders``: the host
-    pages of each request, block by block. Nobody finds these pages any more, nor those behind them."""
+    pages of each request, block by block. Nobody finds these pages any more, nor those behind them, nor what was
+    reloaded from them: a copy made anew may go to the same pages."""
     failed = {f.request_id for f in report.failures if f.op == Offload.__name__}
     if not failed:
         return failed
     copies = (op for op in plan.before if isinstance(op, Offload) and op.request_id in failed)
     lost = {page for op in copies for page in op.pages}
+    reserved.transient.forget_pages(lost)
     found = set(failed)
     for request_id, pages in holders().items():
         hit = [i for i, page in enumerate(pages) if page in lost]

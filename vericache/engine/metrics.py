@@ -7,11 +7,12 @@ feeds prometheus-client through vLLM's registry and labels.
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from vericache.certified.certificate import Bound
 from vericache.certified.decided import Decided
 
 TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 25, 32, 48, 64, 128)
@@ -24,6 +25,7 @@ PROMOTIONS = (
     "cache_reset", "compression_failed", "host_store_full", "no_scratch_blocks", "offload_failed", "reload_failed",
     "room", "scoring_too_long", "tail_full", "write_back_failed",
 )  # fmt: skip
+BOUNDS: tuple[Bound, ...] = get_args(Bound)
 FALLBACKS = (
     "bad_option", "failures", "method", "no_arena", "no_pay", "off", "pools_full", "room", "short_output",
     "short_prompt", "unsupported",
@@ -32,8 +34,8 @@ FALLBACKS = (
 
 @dataclass(frozen=True)
 class Metric:
-    """``label``: one label beside vLLM's model_name and engine; ``values``: of a counter's label, which all exist from
-    the start, so that a rate or an alert sees the first event."""
+    """``label``: one label beside vLLM's model_name and engine; ``values``: of the label of a counter or a histogram,
+    which all exist from the start, so that a rate or an alert sees the first event."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -59,11 +61,17 @@ METRICS: dict[str, Metric] = {
     "vericache_shared_reload_bytes": Metric(
         "counter", "KV bytes that reloads found on the device, because others with the same prefix had brought them."
     ),
+    "vericache_kept_reload_bytes": Metric(
+        "counter", "KV bytes that reloads took from the draft arena instead of the host (residual_reload)."
+    ),
     "vericache_link_busy_seconds": Metric("counter", "Time copies took.", "direction", values=DIRECTIONS),
     "vericache_link_capacity_bytes_per_second": Metric("gauge", "Link bandwidth the planner works with."),
     "vericache_iteration_seconds": Metric("gauge", "Iteration time the planner works with."),
     "vericache_demotions": Metric("counter", "Requests that left the device to draft."),
     "vericache_recompressions": Metric("counter", "Contexts compressed anew because their tail had grown long."),
+    "vericache_reused_score_tokens": Metric(
+        "counter", "Context tokens whose scores were held already, so that no scoring row was computed for them."
+    ),
     "vericache_promotions": Metric(
         "counter",
         "Drafting requests that became plain rows again: `room` in mode auto, else what failed.",
@@ -71,7 +79,9 @@ METRICS: dict[str, Metric] = {
         values=PROMOTIONS,
     ),
     "vericache_fallbacks": Metric("counter", "Requests that never drafted.", "reason", values=FALLBACKS),
-    "vericache_certified_tokens": Metric("counter", "Tokens decoded by certified rows."),
+    "vericache_certified_tokens": Metric(
+        "counter", "Tokens decoded by certified rows, by what is certified.", "bound", values=BOUNDS
+    ),
     "vericache_certified_decisions": Metric(
         "counter",
         "Decisions of certified rows (one per layer and KV head): nothing fetched, some tokens, or all.",
@@ -81,10 +91,18 @@ METRICS: dict[str, Metric] = {
     "vericache_certified_fetched_tokens": Metric("counter", "Tokens that decisions fetched, of one KV head each."),
     "vericache_certified_fetched_bytes": Metric("counter", "Bytes that decisions fetched from host memory."),
     "vericache_certificate": Metric(
-        "histogram", "Largest certificate of a certified row, of all its layers and queries.", buckets=ERRORS
+        "histogram",
+        "Largest certificate of a certified row, of all its layers and queries, by what is certified.",
+        "bound",
+        ERRORS,
+        BOUNDS,
     ),
     "vericache_certified_error": Metric(
-        "histogram", "True relative error of attention outputs, of decisions drawn for that.", buckets=ERRORS
+        "histogram",
+        "True relative error of what is certified (denominators or attention outputs), of decisions drawn for that.",
+        "bound",
+        ERRORS,
+        BOUNDS,
     ),
     "vericache_requests": Metric("gauge", "Detached requests by state; `held`: their drafts would not pay.", "state"),
     "vericache_link_ring_ratio": Metric("gauge", "Share of the window's link time that is promised to reloads."),
@@ -101,13 +119,13 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._samples: dict[str, list[float]] = defaultdict(list)
+        self._samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def count(self, name: str, amount: float = 1, label: str = "") -> None:
         self._counts[name][label] += amount
 
-    def sample(self, name: str, value: float) -> None:
-        self._samples[name].append(value)
+    def sample(self, name: str, value: float, label: str = "") -> None:
+        self._samples[name][label].append(value)
 
     def verified(self, drafted: int, accepted: int) -> None:
         self.count("vericache_rounds")
@@ -115,9 +133,9 @@ class Telemetry:
         self.sample("vericache_draft_length", drafted)
         self.sample("vericache_accepted_tokens_per_verify", accepted)
 
-    def certified(self, found: Decided) -> None:
+    def certified(self, found: Decided, bound: Bound) -> None:
         """One certified row."""
-        self.count("vericache_certified_tokens")
+        self.count("vericache_certified_tokens", label=bound)
         some = found.fetching - found.fallbacks
         for label, number in (("none", found.decisions - found.fetching), ("some", some), ("all", found.fallbacks)):
             self.count("vericache_certified_decisions", number, label)
@@ -125,7 +143,7 @@ class Telemetry:
         self.count("vericache_certified_fetched_bytes", found.num_bytes)
         for name, values in (("certificate", found.certificates), ("certified_error", found.measured)):
             for value in values:
-                self.sample(f"vericache_{name}", value)
+                self.sample(f"vericache_{name}", value, bound)
 
     @property
     def empty(self) -> bool:
@@ -133,18 +151,19 @@ class Telemetry:
 
     def take(self, gauges: dict[str, dict[str, float]], status: dict[str, Any] | None = None) -> "Stats":
         counts = {name: dict(values) for name, values in self._counts.items()}
-        stats = Stats({"counts": counts, "samples": dict(self._samples), "gauges": gauges, "status": status})
+        samples = {name: dict(values) for name, values in self._samples.items()}
+        stats = Stats({"counts": counts, "samples": samples, "gauges": gauges, "status": status})
         self.clear()
         return stats
 
     def clear(self) -> None:
         self._counts.clear()
-        self._samples = defaultdict(list)
+        self._samples.clear()
 
 
 class Stats(KVConnectorStats):
-    """``counts`` and ``gauges``: name -> label value -> number; ``samples``: name -> observations; ``status``: the
-    page's latest snapshot, or None."""
+    """``counts`` and ``gauges``: name -> label value -> number; ``samples``: name -> label value -> observations;
+    ``status``: the page's latest snapshot, or None."""
 
     def is_empty(self) -> bool:
         return not self.data
@@ -160,9 +179,10 @@ class Stats(KVConnectorStats):
             mine = counts.setdefault(name, {})
             for label, amount in values.items():
                 mine[label] = mine.get(label, 0) + amount
-        samples = {name: list(values) for name, values in self.data["samples"].items()}
-        for name, values in other.data["samples"].items():
-            samples.setdefault(name, []).extend(values)
+        samples = {name: {k: list(v) for k, v in values.items()} for name, values in self.data["samples"].items()}
+        for name, observed in other.data["samples"].items():
+            for label, values in observed.items():
+                samples.setdefault(name, {}).setdefault(label, []).extend(values)
         gauges = self.data["gauges"] | other.data["gauges"]
         status = other.data["status"] or self.data["status"]
         return Stats({"counts": counts, "samples": samples, "gauges": gauges, "status": status})
@@ -173,7 +193,7 @@ class Stats(KVConnectorStats):
         rounds = counts.get("vericache_rounds", 0)
         if not rounds:
             return {"rounds": 0}
-        accepted = sum(self.data["samples"]["vericache_accepted_tokens_per_verify"])
+        accepted = sum(self.data["samples"]["vericache_accepted_tokens_per_verify"][""])
         megabytes = counts.get("vericache_link_bytes", 0) / 1e6
         return {"rounds": rounds, "acceptance length": round(1 + accepted / rounds, 2), "link MB": round(megabytes, 1)}
 
@@ -211,9 +231,10 @@ class PromMetrics(KVConnectorPromMetrics):
             for label, amount in values.items():
                 self._child(name, engine_idx, label).inc(amount)
         for name, samples in transfer_stats_data["samples"].items():
-            child = self._child(name, engine_idx, "")
-            for value in samples:
-                child.observe(value)
+            for label, observed in samples.items():
+                child = self._child(name, engine_idx, label)
+                for value in observed:
+                    child.observe(value)
         for name, values in transfer_stats_data["gauges"].items():
             for label, value in values.items():
                 self._child(name, engine_idx, label).set(value)

@@ -16,6 +16,7 @@ from scheduler.throughput import Throughput
 from vericache.engine.detached import Detached
 from vericache.engine.plan import Bounds
 from vericache.engine.reservations import Reservations
+from vericache.engine.residual import Residual
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class RoundNeeds:
     bounds: Bounds
     throughput: Throughput
     tail_tokens: int
+    residual: Residual
 
     def draft_length(self, request_id: str) -> int:
         record = self.records[request_id]
@@ -36,7 +38,7 @@ class RoundNeeds:
 
     def fair_length(self, tokens: int, more: int = 0) -> int:
         """The shortest round with which link and blocks suffice for all that draft and ``more``, were all as large and
-        their prefixes shared as those in the host are."""
+        their prefixes shared as those in the host are and as much of each in the arena."""
         span, link_ns, hold = self._reload(tokens)
         limits, pages = self.planner.limits, self.reserved.plan.blocks_for(tokens)
         room = max(pages, limits.pages) if limits is not None else pages
@@ -80,7 +82,7 @@ class RoundNeeds:
 
     def demand(self, request_id: str, anchor: int) -> Demand:
         record = self.records[request_id]
-        span, link_ns, hold = self._reload(record.context)
+        span, link_ns, hold = self._reload_bytes(self.residual.full(record) - self.residual.saved(record))
         named = self._seen_by_host(record.request)
         pages = self.reserved.plan.blocks_for(record.tokens + self.draft_limit(request_id))
         return Demand(anchor, span, link_ns, pages, hold, named, self._prefix(record, link_ns))
@@ -125,8 +127,12 @@ class RoundNeeds:
         return self.reserved.plan.blocks_for(min(tokens, self.bounds.max_model_len))
 
     def _reload(self, tokens: int) -> tuple[int, int, int]:
+        """Of a request of so many tokens, of which as much is in the arena as of the others: see ``_reload_bytes``."""
+        full = self.reserved.plan.blocks_for(tokens) * self.reserved.plan.block_bytes
+        return self._reload_bytes(ceil(full * self.residual.crossing))
+
+    def _reload_bytes(self, num_bytes: int) -> tuple[int, int, int]:
         """Iterations, link time, and iterations that pages are held after the verify."""
-        num_bytes = self.reserved.plan.blocks_for(tokens) * self.reserved.plan.block_bytes
         bandwidth, iteration = self.throughput.bandwidth.value, self.throughput.iteration_ns
         hold = self.bounds.depth - 1
         return *reload_span(num_bytes, bandwidth, iteration, self.planner.rings.window - hold), hold

@@ -57,6 +57,7 @@ class EngineStats:
             self.telemetry.count("vericache_link_busy_seconds", transfer.seconds, direction)
             if transfer.op == Load.__name__:
                 self.telemetry.sample("vericache_reload_seconds", transfer.seconds)
+                self.telemetry.count("vericache_kept_reload_bytes", transfer.kept)
         for failure in report.failures:
             self.failures[failure.op] += 1
 

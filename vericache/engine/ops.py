@@ -11,7 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from compressors import MethodSpec
 from vericache.certified.attention import Policy
+from vericache.certified.certificate import Bound
 from vericache.certified.decided import Decided
+from vericache.engine.score_parts import ScorePart
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ProbeRow:
     spec: MethodSpec
     blocks: tuple[int, ...]
     replay: bool  # known positions: K/V must not be written again
+    first: bool  # of the rows of its pass
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,25 @@ class Compress:
     spec: MethodSpec
     probes: int  # scoring rows that must have been seen
     pages: tuple[int, ...] = ()  # the context's host pages, where decode is certified: absent tokens are fetched there
+    known: tuple[ScorePart, ...] = ()  # scores that are held, in place of further rows
+    keep: tuple[ScorePart, ...] = ()  # scores to hold from now on
+    forget: tuple[int, ...] = ()  # ids of parts not to be held any longer
+    bound: Bound = "denominator"  # what is certified, where decode is
+    block_tokens: int | None = None  # of a block, where reloads are to leave out what is kept
 
 
 @dataclass(frozen=True)
 class Load:
-    """Copy host pages to device blocks, before the forward pass."""
+    """Copy host pages to device blocks, before the forward pass. What arena slot ``slot`` holds of them comes from
+    there: ``blocks`` are the request's from its block ``first`` on, of which the ``whole`` leading ones come from the
+    host."""
 
     request_id: str
     pages: tuple[int, ...]
     blocks: tuple[int, ...]
+    slot: int | None = None
+    first: int = 0
+    whole: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,12 +149,13 @@ MEASURED = "Measured"  # a Transfer that served nothing but to measure the link 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes moved by one kind of operation, and the time it took (seconds). ``op`` is the operation's class name, or
-    ``MEASURED``."""
+    """Bytes moved over the link by one operation, and the time it took (seconds). ``op`` is the operation's class name,
+    or ``MEASURED``; ``kept``: bytes that the device held already."""
 
     op: str
     num_bytes: int
     seconds: float
+    kept: int = 0
 
 
 @dataclass
@@ -154,9 +168,11 @@ class StepReport(KVConnectorWorkerMetadata):
     simulated: dict[str, int] = field(default_factory=dict)  # where pages are: request -> bytes of packed ones
     arena_bytes: int = 0  # held by slots after this step
     certified: dict[str, Decided] = field(default_factory=dict)  # by request, of its row in this step
+    kept: dict[str, int] = field(default_factory=dict)  # where reloads leave them out: request -> bytes of kept tokens
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """Combine the ranks' reports: every failure counts, sizes are the largest rank's."""
+        """Combine the ranks' reports: every failure counts, sizes are the largest rank's. What reloads leave out is the
+        smallest: they take as long as the one with the most to fetch."""
         assert isinstance(other, StepReport)
 
         def largest(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
@@ -170,4 +186,5 @@ class StepReport(KVConnectorWorkerMetadata):
             largest(self.simulated, other.simulated),
             max(self.arena_bytes, other.arena_bytes),
             {k: self.certified.get(k, Decided()) + other.certified.get(k, Decided()) for k in requests},
+            {k: min(n, other.kept.get(k, n)) for k, n in (other.kept | self.kept).items()},
         )

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
-from vericache.engine.pages import PageLayout
+from vericache.draft.kept import KeptPages
+from vericache.engine.pages import PageLayout, place_elements
 
 
 class CpuPageLayout(PageLayout):
@@ -30,6 +31,9 @@ class CpuPageLayout(PageLayout):
 
     def read_values(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         return self._gather(cache, blocks, positions, self._values)
+
+    def place(self, caches: list[Tensor], kept: KeptPages, blocks: Tensor, first: int, whole: int) -> Tensor:
+        return place_elements(caches, kept, blocks, first, whole, torch.cat([self._keys, self._values], 1))
 
     def _gather(self, cache: Tensor, blocks: Tensor, positions: Tensor, order: Tensor) -> Tensor:
         heads = cache.shape[1]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from compressors import Asked, CachedTokens, Kept
-from vericache.device import to_device
-from vericache.draft.triton_compress import attention_received, fill_pages
+from vericache.draft.kept import KeptPages, page_table
+from vericache.draft.triton_compress import attention_received, fill_pages, place_pages
 from vericache.engine.pages import PageLayout
 from vericache.store.triton_copy import layer_pointers
 
@@ -24,6 +24,17 @@ class SideBySideLayout(PageLayout):
             )
         self.block_size, self.head_dim = block_size, head_dim
         self._pointers = layer_pointers(caches)
+
+    def place(self, caches: list[Tensor], kept: KeptPages, blocks: Tensor, first: int, whole: int) -> Tensor:
+        """A part is a token of a head, in the order in which they lie in a block."""
+        _, heads, size, _ = caches[0].shape
+        placed = torch.zeros(len(blocks), len(caches), heads * size, dtype=torch.uint8, device=blocks.device)
+        place_pages(
+            kept.data, kept.table(), kept.origin.positions, caches, self._pointers, blocks, first, whole, placed
+        )
+        if placed.is_cuda:  # the copy's stream reads it, and may do so when the slot is emptied
+            kept.origin.positions.record_stream(torch.cuda.current_stream(placed.device))
+        return placed
 
     def read(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._gather(cache, blocks, positions)
@@ -65,15 +76,5 @@ class PagedSource:
     blocks: Tensor
 
     def fill(self, pages: Tensor, ids: Tensor, kept: Kept, need: Tensor, layers: range) -> None:
-        device, heads, size = pages.device, need.shape[1], pages.shape[2]
-        mine = slice(layers.start * heads, layers.stop * heads)
-        counts = kept.counts.flatten()
-        table = torch.stack([counts[mine], need.flatten()[mine], (counts.cumsum(0) - counts)[mine]])
-        counts, need, before = to_device(table, device)
-        head = torch.repeat_interleave(torch.arange(len(need), device=device), need, output_size=len(ids))
-        rank = torch.arange(len(ids), device=device) - (need.cumsum(0) - need)[head]
-        done = rank * size  # tokens in the head's pages before
-        length = (counts[head] - done).clamp(max=size)
-        place = head + mine.start
-        table = torch.stack([to_device(ids, device), place.int(), (before[head] + done).int(), length.int()])
+        table = page_table(ids, kept.counts, need, layers, pages)
         fill_pages(pages, table, kept.positions, self.caches, self.pointers, self.blocks)

@@ -45,7 +45,9 @@ class Prestore:
                 continue
             # Scheduled tokens count: operations run after the steps before this one.
             full = min(request.num_computed_tokens // self._reserved.plan.block_tokens, len(held.pages))
-            held.blocks = min(held.blocks, full)  # it was preempted in between, and starts anew
+            if full < held.blocks:  # it was preempted in between, and starts anew: full blocks stay as they were copied
+                self._reserved.host.mix(held.pages[: held.blocks])
+                held.blocks = full
             missing = self._missing(request, held, full, most)
             if missing:
                 blocks = self._reserved.blocks.of_request(request)

@@ -120,8 +120,9 @@ class Reservations:
         return found is None
 
     def give_pages(self, pages: Sequence[int]) -> None:
-        """Return host pages once no step in flight writes to them."""
-        self.fence.after_in_flight(lambda: self.host.release(pages))
+        """Let go of host pages; those that nobody else holds are free once no step in flight writes to them."""
+        if last := self.host.let_go(pages):
+            self.fence.after_in_flight(lambda: self.host.release(last))
 
     def give_blocks(self, record: Detached) -> None:
         """Return the device blocks a request holds outside vLLM's books."""

@@ -126,6 +126,7 @@ class VeriCacheScheduler(AsyncScheduler):
         emptied = super().reset_prefix_cache(reset_running_requests, reset_connector)
         if emptied:
             self.coordinator.prestore.forget_cached()
+            self.coordinator.scores.withdraw_all()
         return emptied
 
     # -- scheduling --------------------------------------------------------------------------------------

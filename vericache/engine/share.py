@@ -74,7 +74,8 @@ def workload(settings: VeriCacheConfig, facts: Facts, context: int) -> Workload:
     full = max(facts.token * context, 2 * tail)
     reserve = max(0.0, facts.token * min(held, context) - tail)
     drafting = int(settings.host_memory_gib * 2**30 / full)
-    return Workload(facts.weights, full, USUAL, facts.packed, tail, facts.seats, reserve, drafting)
+    residual = settings.residual_reload == "on"
+    return Workload(facts.weights, full, USUAL, facts.packed, tail, facts.seats, reserve, drafting, residual)
 
 
 def share_of_longest(settings: VeriCacheConfig, facts: Facts) -> float:

@@ -55,3 +55,7 @@ class Transient:
         for block_id in block_ids:
             if (page := self._pages.pop(block_id, None)) is not None:
                 del self._copies[page]
+
+    def forget_pages(self, pages: Iterable[int]) -> None:
+        """What is on the device is no longer what these pages are to hold."""
+        self.forget([self._copies[page].block_id for page in pages if page in self._copies])

@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     draft.add_argument(
         "--ablations",
         action="store_true",
-        help="also with a fixed draft length, by bandit, and each on a reload of its own",
+        help="also with a fixed draft length, by bandit, each on a reload of its own, and without what is kept in it",
     )
     out = parser.add_argument_group("results")
     out.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -133,6 +133,9 @@ def variants(setup: Setup, ablations: bool) -> Iterator[tuple[str, Setup]]:
         yield "auto, fixed length", replace(setup, mode="auto", draft_policy="fixed")
         yield "auto, bandit", replace(setup, mode="auto", draft_policy="bandit")
         yield "staggered, own reloads", replace(setup, mode="staggered", shared=False)
+        if setup.packed == 1:
+            yield "staggered, residual reloads", replace(setup, mode="staggered", residual=True)
+            yield "auto, residual reloads", replace(setup, mode="auto", residual=True)
 
 
 def with_arena(setup: Setup, shape: Shape) -> Setup:
@@ -143,7 +146,7 @@ def with_arena(setup: Setup, shape: Shape) -> Setup:
     held = setup.token * (min(setup.tail_tokens, shape.output) + setup.window)
     seen = Acceptance(accepted(shape.chance, setup.draft_length) / setup.draft_length, setup.draft_length, setup.ratio)
     full = setup.token * shape.prompt + tail
-    work = Workload(setup.weights, full, seen, setup.packed, tail, reserve=held - tail)
+    work = Workload(setup.weights, full, seen, setup.packed, tail, reserve=held - tail, residual=setup.residual)
     if setup.mode == "auto":
         share = auto_share(setup.machine, work, setup.ratio, setup.draft_length).fraction
     else:

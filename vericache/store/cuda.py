@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vericache.device import to_device
 from vericache.store.host import HostStore, page_bytes
-from vericache.store.transfer import Direction, Ticket, check_parallel
+from vericache.store.transfer import Direction, KeptRows, Ticket, check_parallel, moved_bytes
 from vericache.store.triton_copy import copy_pages, layer_pointers
 
 _MEASURE_BYTES = 256 << 20  # 5 ms of a PCIe 5 link
@@ -46,7 +46,9 @@ class CudaCopyEngine:
         self._programs = {Direction.TO_HOST: 2, Direction.TO_DEVICE: 8 if small else 4}
         self._unfenced: torch.cuda.Event | None = None  # of the last copy to the host
 
-    def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> CudaTicket:
+    def submit(
+        self, direction: Direction, blocks: Sequence[int], pages: Sequence[int], kept: KeptRows | None = None
+    ) -> CudaTicket:
         check_parallel(direction, blocks, pages)
         stream = self._streams[direction]
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -55,14 +57,13 @@ class CudaCopyEngine:
             start.record()
             if blocks:  # a reload may have nothing left to copy
                 ids = to_device(torch.tensor([list(blocks), list(pages)], dtype=torch.int32), self._device)
-                to_host = direction is Direction.TO_HOST
-                copy_pages(
-                    self._caches, self._pointers, self._store.data, ids[0], ids[1], to_host, self._programs[direction]
-                )
+                placed = None if kept is None else kept.place(ids[0])  # on this stream, too
+                to_host, programs = direction is Direction.TO_HOST, self._programs[direction]
+                copy_pages(self._caches, self._pointers, self._store.data, ids[0], ids[1], to_host, programs, placed)
             end.record()
         if direction is Direction.TO_HOST:
             self._unfenced = end
-        return CudaTicket(len(blocks) * self._page_bytes, start, end)
+        return CudaTicket(moved_bytes(len(blocks) * self._page_bytes, kept), start, end)
 
     def measure(self) -> CudaTicket:
         pages = range(min(self._caches[0].shape[0], len(self._store.data), max(1, _MEASURE_BYTES // self._page_bytes)))

@@ -28,19 +28,34 @@ class Ticket(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of all pages."""
+        """That were read at one end and written at the other: of all pages, without what was kept."""
 
     @property
     def seconds(self) -> float | None:
         """How long it took; None while it runs."""
 
 
+class KeptRows(Protocol):
+    """Tokens of a reload's blocks that the device holds elsewhere, bit by bit."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of their keys and values, in all layers."""
+
+    def place(self, blocks: Tensor) -> Tensor:
+        """Copy them into ``blocks`` (int ids, on the device), in the current stream's order. Returns what is in place:
+        uint8 ``[blocks, layers, parts]``, 1 for each of the equal parts of a block of one layer, as its bytes lie, that
+        must not come from the host."""
+
+
 class CopyEngine(Protocol):
     """Moves page images. Block and page lists are parallel."""
 
-    def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Ticket:
+    def submit(
+        self, direction: Direction, blocks: Sequence[int], pages: Sequence[int], kept: KeptRows | None = None
+    ) -> Ticket:
         """Start a copy, after all device work so far. Raises TransferError when it cannot be done; nothing may rely on
-        the target then."""
+        the target then. ``kept``: what a reload need not read from the host."""
 
     def wait(self, ticket: Ticket) -> None:
         """Order all later device work after the copy."""
@@ -67,16 +82,21 @@ class CpuCopyEngine:
         self._caches, self._store = caches, store
         self._page_bytes = page_bytes(caches)
 
-    def submit(self, direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> Copied:
+    def submit(
+        self, direction: Direction, blocks: Sequence[int], pages: Sequence[int], kept: KeptRows | None = None
+    ) -> Copied:
         check_parallel(direction, blocks, pages)
         start = time.perf_counter()
         block_ids, page_ids = torch.tensor(blocks, dtype=torch.int64), torch.tensor(pages, dtype=torch.int64)
+        placed = None if kept is None else kept.place(block_ids)
         for layer, cache in enumerate(self._caches):
             if direction is Direction.TO_HOST:
                 self._store.data[page_ids, layer] = cache[block_ids]
-            else:
+            elif placed is None:
                 cache[block_ids] = self._store.data[page_ids, layer]
-        return Copied(len(blocks) * self._page_bytes, time.perf_counter() - start)
+            else:
+                cache[block_ids] = _filled(cache[block_ids], self._store.data[page_ids, layer], placed[:, layer])
+        return Copied(moved_bytes(len(blocks) * self._page_bytes, kept), time.perf_counter() - start)
 
     def wait(self, ticket: Ticket) -> None:
         """Nothing to wait for: the copy is complete when ``submit`` returns."""
@@ -86,6 +106,17 @@ class CpuCopyEngine:
 
     def measure(self) -> None:
         """The first reload is as good a measurement."""
+
+
+def _filled(device: Tensor, host: Tensor, placed: Tensor) -> Tensor:
+    """``device [m, ...]`` with what is not ``placed [m, parts]`` from ``host``."""
+    parts = (*placed.shape, -1)
+    return torch.where(placed[..., None] != 0, device.reshape(parts), host.reshape(parts)).view(device.shape)
+
+
+def moved_bytes(full: int, kept: KeptRows | None) -> int:
+    """Of a copy of ``full`` bytes, those that cross the link."""
+    return full - (0 if kept is None else kept.num_bytes)
 
 
 def check_parallel(direction: Direction, blocks: Sequence[int], pages: Sequence[int]) -> None:

@@ -28,8 +28,9 @@ def layer_pointers(caches: list[Tensor]) -> Tensor:
 
 
 def copy_pages(
-    caches: list[Tensor], pointers: Tensor, host: Tensor, blocks: Tensor, pages: Tensor, to_host: bool, programs: int
-) -> None:
+    caches: list[Tensor], pointers: Tensor, host: Tensor, blocks: Tensor, pages: Tensor, to_host: bool, programs: int,
+    placed: Tensor | None = None,
+) -> None:  # fmt: skip
     """Copy ``blocks[i]`` of every layer to host page ``pages[i]``, or back, on the current stream.
 
     Args:
@@ -38,10 +39,23 @@ def copy_pages(
         blocks, pages: int32 on the device, parallel.
         programs: how many run at once. 2 to the host, 4 to the device (8 for pieces below 48 KiB) nearly fill a
             PCIe 5 link; more to the host double the time of attention beside them (docs/results/transfer.md).
+        placed: of a copy to the device, what it leaves alone and does not read from the host: uint8 on the device
+            ``[blocks, layers, parts]`` (``store.transfer.KeptRows``), parts of 8 bytes times a power of 2.
     """
     piece = caches[0][0].nbytes // 8
     stride = caches[0].stride(0) * caches[0].element_size() // 8
     words = host.view(-1).view(torch.int64)
+    if placed is not None:
+        assert not to_host
+        parts = placed.shape[2]
+        part = piece // parts
+        assert part * parts == piece
+        assert part & (part - 1) == 0
+        _copy_rest[(programs,)](
+            pointers, words, blocks, pages, placed, len(blocks) * len(caches), len(caches), stride, len(caches) * piece,
+            piece=piece, parts=parts, part=part, rows=max(1, TILE_WORDS // part), num_warps=16,
+        )  # fmt: skip
+        return
     _copy[(programs,)](
         pointers, words, blocks, pages, len(blocks) * len(caches), len(caches), stride, len(caches) * piece,
         piece=piece, tile=TILE_WORDS, to_host=to_host, num_warps=16,
@@ -67,3 +81,25 @@ def _copy(  # type: ignore[no-untyped-def]
                 tl.store(host_at + at, tl.load(device_at + at, mask=at < piece), mask=at < piece)
             else:
                 tl.store(device_at + at, tl.load(host_at + at, mask=at < piece), mask=at < piece)
+
+
+@triton.jit
+def _copy_rest(  # type: ignore[no-untyped-def]
+    pointers, host, blocks, pages, placed, pieces, layers, block_stride, page_stride,
+    piece: tl.constexpr, parts: tl.constexpr, part: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """As ``_copy`` to the device, of parts that are not ``placed``: a load that is masked out asks nothing of the link.
+    A tile is some whole parts, so that the mask is one value along each of them and loads stay wide."""
+    row, word = tl.arange(0, rows), tl.arange(0, part)
+    for index in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        item, layer = index // layers, index % layers
+        block, page = tl.load(blocks + item).to(tl.int64), tl.load(pages + item).to(tl.int64)
+        base = tl.load(pointers + layer).to(tl.pointer_type(tl.int64))
+        device_at = tl.multiple_of(base, 16) + block * block_stride
+        host_at = host + page * page_stride + layer * piece
+        for start in range(0, parts, rows):
+            mine = start + row
+            there = tl.load(placed + index * parts + mine, mask=mine < parts, other=1)
+            missing = (there == 0)[:, None]
+            at = mine[:, None] * part + word[None, :]
+            tl.store(device_at + at, tl.load(host_at + at, mask=missing), mask=missing)

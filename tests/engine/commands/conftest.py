@@ -26,7 +26,7 @@ FLAGS = {
     "--vericache-draft-length": 8,
     "--vericache-host-memory-gib": 1,
     "--vericache-audit-share": 0.3,
-    "--vericache-request-options": "[mode, draft_length, compressor, counts, ratio, epsilon, delta]",
+    "--vericache-request-options": "[mode, draft_length, compressor, counts, ratio, bound, epsilon, delta]",
     "--vericache-measured-share": 0.5,
 }
 

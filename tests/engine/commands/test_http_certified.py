@@ -36,8 +36,10 @@ def test_next_to_no_error_is_full_kv_and_what_it_took_is_reported(
 
 def test_a_stream_reports_it_too(client: OpenAI, texts: dict[str, list[int]]) -> None:
     asked = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    *_, last = completion(client, texts["summarise"], asked, {**CERTIFIED, "vericache_epsilon": 0.5})
+    options = {**CERTIFIED, "vericache_epsilon": 0.5, "vericache_bound": "output"}
+    *_, last = completion(client, texts["summarise"], asked, options)
     found = last.usage.completion_tokens_details.vericache_certified
+    assert found["bound"] == "output"
     assert found["tokens"] == TOKENS - 1
     assert found["largest_certificate"] <= 0.5
 
@@ -47,6 +49,7 @@ def test_a_stream_reports_it_too(client: OpenAI, texts: dict[str, list[int]]) ->
     [
         ({"vericache_epsilon": 0}, "vericache_epsilon"),
         ({"vericache_epsilon": -0.1}, "vericache_epsilon"),
+        ({"vericache_bound": "ouput"}, "vericache_bound"),
         ({"vericache_delta": 1.0}, "vericache_delta"),
         ({"vericache_delta": 0.0}, "vericache_delta"),
         ({"vericache_mode": "draft", "vericache_epsilon": 0.1}, "vericache_epsilon"),
@@ -57,4 +60,6 @@ def test_what_cannot_be_promised_is_refused(server: LiveServer, options: dict[st
     body = {"model": "demo", "prompt": "a", "max_tokens": 1, "vllm_xargs": {**CERTIFIED, **options}}
     status, answer = server.post("/v1/completions", body)
     assert status == 400
-    assert json.loads(answer)["error"]["param"] == field
+    error = json.loads(answer)["error"]
+    assert error["param"] == field
+    assert field != "vericache_bound" or "did you mean 'output'?" in error["message"]

@@ -38,6 +38,7 @@ def prometheus(
                         ({"temperature": 0.8}, {}),
                         ({}, OFF),
                         ({"max_tokens": 4}, CERTIFIED),
+                        ({"max_tokens": 4}, {**CERTIFIED, "vericache_bound": "output"}),
                     )
                 ]
                 for each in asked:

@@ -63,10 +63,11 @@ def test_with_room_it_is_plain_vllm(engine: Harness, texts: dict[str, list[int]]
     assert {s["reason"] for s in summaries(list(done.values()))} == {"the KV pool had room for it"}
 
 
+@pytest.mark.parametrize("residual", ["off", "on"])
 def test_short_of_blocks_it_demotes_instead_of_preempting(
-    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]
+    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], residual: str
 ) -> None:
-    engine.configure(**AUTO, draft_policy="ema")
+    engine.configure(**AUTO, draft_policy="ema", residual_reload=residual)
     assert engine.scheduler.reset_prefix_cache()
     with watched(engine) as seen:
         done = run(engine, texts, list(texts))
@@ -77,11 +78,13 @@ def test_short_of_blocks_it_demotes_instead_of_preempting(
     assert any(not r.get("rounds") for r in reports.values()), "some stayed plain rows all their lives"
 
 
+@pytest.mark.parametrize("residual", ["off", "on"])
 def test_a_lone_drafting_request_comes_back(
-    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]]
+    engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[int]], residual: str
 ) -> None:
-    """With all the room there is, its next verify is its last; what it brought back serves the prefix cache."""
-    engine.configure(**AUTO)
+    """With all the room there is, its next verify is its last; what it brought back, be it from the host or partly from
+    the arena, serves the prefix cache."""
+    engine.configure(**AUTO, residual_reload=residual)
     engine.add("p1", texts["p1"], GREEDY)
     demote(engine, 1)
     engine.run_until(lambda: bool(engine.states()))
@@ -136,7 +139,7 @@ def demote(engine: Harness, count: int) -> None:
 
     def forced(ready: Any, *rest: Any) -> list[Any]:
         nonlocal count
-        able = [r for r in ready if engine.coordinator.resident_reason(r) is None][:count]
+        able = [r for r in ready if engine.coordinator.terms.resident_reason(r) is None][:count]
         count -= len(able)
         return able if able else leaving(iter(()), *rest)
 
@@ -166,7 +169,7 @@ def any_mix(engine: Harness, texts: dict[str, list[int]], stock: dict[str, list[
     elastic, aborted, done, lent = coordinator.elastic, set[str](), {}, 0
 
     def leaving(ready: Any, *_: Any) -> list[Any]:
-        return [r for r in ready if coordinator.resident_reason(r) is None and rng.random() < 0.15]
+        return [r for r in ready if coordinator.terms.resident_reason(r) is None and rng.random() < 0.15]
 
     def review(room: int) -> None:
         elastic._room = room
@@ -216,7 +219,7 @@ def test_to_and_fro(engine: Harness, texts: dict[str, list[int]], stock: dict[st
     moves = []
 
     def leaving(ready: Any, *_: Any) -> list[Any]:
-        return [r for r in ready if coordinator.resident_reason(r) is None]
+        return [r for r in ready if coordinator.terms.resident_reason(r) is None]
 
     def review(room: int) -> None:
         coordinator.elastic._room = room

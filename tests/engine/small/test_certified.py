@@ -10,7 +10,7 @@ from tests.engine.conftest import SMALL_LAYERS
 from tests.engine.harness import Harness
 from vericache.errors import RequestError
 
-ALLOWED = ("mode", "epsilon", "delta", "compressor", "ratio", "selector")
+ALLOWED = ("mode", "bound", "epsilon", "delta", "compressor", "ratio", "selector")
 KNOBS: dict[str, Any] = {"compressor": "snapkv", "ratio": 0.3, "request_options": ALLOWED}
 
 
@@ -70,6 +70,21 @@ def test_what_a_loose_target_did_is_reported(engine: Harness, texts: dict[str, l
     assert few["largest_certificate"] <= 0.5
     assert few["fetched_bytes"] == few["fetched_tokens"] * 2 * 64 * 4
     assert (few["epsilon"], few["delta"]) == (0.5, 0.1)
+
+
+def test_the_output_can_be_certified_instead(engine: Harness, texts: dict[str, list[int]]) -> None:
+    """Its certificate takes more tokens than the denominator's, and more for a smaller error."""
+    engine.configure(**KNOBS)
+    text = texts[next(iter(texts))]
+    asked = [asking(0.5), asking(0.5, bound="output"), asking(0.1, bound="output")]
+    denominator, loose, strict = (s["certified"] for s in summaries(engine.generate([text] * 3, asked)))
+    assert [each["bound"] for each in (denominator, loose, strict)] == ["denominator", "output", "output"]
+    assert loose["decisions"] == strict["decisions"] == 15 * SMALL_LAYERS * 3
+    assert denominator["fetched_tokens"] < loose["fetched_tokens"] < strict["fetched_tokens"]
+    for each, epsilon in ((loose, 0.5), (strict, 0.1)):
+        assert each["largest_certificate"] <= epsilon
+        assert each["measured_decisions"] > 0
+        assert each["largest_measured_error"] <= epsilon
 
 
 def test_it_is_refused_where_the_server_does_not_allow_it(engine: Harness, texts: dict[str, list[int]]) -> None:

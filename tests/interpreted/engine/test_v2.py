@@ -35,6 +35,19 @@ def test_rejected_drafts_leave_nothing_behind(engine: V2Engine, policy: str) -> 
     assert accepted(found) < 1
 
 
+@pytest.mark.parametrize("options", [pytest.param({"temperature": 0.7}, marks=SLOW)])
+def test_reloads_without_what_is_kept(engine: V2Engine, options: dict) -> None:
+    """The same tokens, fewer bytes over the link; the arena's part is copied beside the host's."""
+    prompts = [engine.prompt(90, 16), engine.prompt(70, 17)]
+    cost: dict[str, float] = {}
+    for residual in ("on", "off"):
+        before = engine.coordinator.stats.moved["Load"]
+        found = engine.same(prompts, params(2, **options), ratio=0.5, residual_reload=residual)
+        assert all(s["mode"] == "draft" for s in found)
+        cost[residual] = (engine.coordinator.stats.moved["Load"] - before) / sum(s["rounds"] for s in found)
+    assert cost["on"] < 0.7 * cost["off"]
+
+
 @pytest.mark.parametrize("ratio", [pytest.param(0.5, marks=SLOW), 1.0])
 def test_one_step_in_flight(one_step_engine: V2Engine, ratio: float) -> None:
     """All other tests have two: a verify row follows drafts that the host has not seen, and is followed by drafts."""

@@ -4,6 +4,7 @@ other kinds; with some, they decide what the reference on the CPU decides."""
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from vllm import SamplingParams
 
 from benchmarks.engine import summaries, tokens
-from tests.interpreted.engine.v2_engine import V2Engine, params
+from tests.interpreted.engine.v2_engine import SLOW, V2Engine, params
 from vericache.certified.attention import Outcome, Sampled, certified_attention, padded
 from vericache.draft.step import CertifiedToken
 from vericache.engine.certified_device import CertifiedDevice, DeviceSlot
+from vericache.errors import RequestError
 
 SETTINGS: dict[str, Any] = {
     "compressor": "snapkv",
@@ -36,9 +38,10 @@ def half_of_it_is_measured(engine: V2Engine, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine.worker.certified, "measured", 0.5)  # read when an engine starts
 
 
-def test_as_epsilon_goes_to_0_the_tokens_are_plain_rows(engine: V2Engine) -> None:
+@pytest.mark.parametrize("draft_length", [pytest.param(3, marks=SLOW)])
+def test_as_epsilon_goes_to_0_the_tokens_are_plain_rows(engine: V2Engine, draft_length: int) -> None:
     """Beside a request that drafts and one that stays resident; a full tail is computed anew and sampled again."""
-    engine.configure(**SETTINGS | {"window": 6, "tail_tokens": 1, "draft_length": 3})
+    engine.configure(**SETTINGS | {"window": 6, "tail_tokens": 1, "draft_length": draft_length})
     prompts = [engine.prompt(60, 1), engine.prompt(70, 2), engine.prompt(75, 3)]
     length = 10
     off = params(1, length, extra_args={"vericache_mode": "off"})[0]
@@ -57,6 +60,22 @@ def test_as_epsilon_goes_to_0_the_tokens_are_plain_rows(engine: V2Engine) -> Non
     assert decided["largest_measured_error"] < 1e-4
     engine.at_rest()
     assert not engine.worker.certified.bytes_held
+
+
+@pytest.mark.parametrize("server", [{}, {"bound": "output"}])
+def test_a_certified_output_is_refused(engine: V2Engine, server: dict[str, Any]) -> None:
+    """At the door and in the engine; the kernels know the denominator alone."""
+    engine.configure(**SETTINGS | {"request_options": ("mode", "bound", "epsilon")} | server)
+    asked = {"vericache_mode": "certified"} | ({} if server else {"vericache_bound": "output"})
+    one = params(1, 2, extra_args=asked)[0]
+    with pytest.raises(RequestError, match="denominator, not the output"):
+        engine.generate([engine.prompt(60, 1)], [one])
+    request = Mock(request_id="x", sampling_params=one)
+    reason = engine.coordinator.terms.resident_reason(request)
+    engine.coordinator.terms.forget("x")
+    assert reason is not None
+    assert reason.code == "bad_option"
+    engine.at_rest()
 
 
 class Reference:

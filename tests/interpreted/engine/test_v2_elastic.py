@@ -17,7 +17,7 @@ def test_to_and_fro(engine: V2Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     leave = Coordinator._leave
 
     def leaving(self: Elastic, ready: Iterable[Request], *_: object) -> list[Request]:
-        return [r for r in ready if self._coordinator.resident_reason(r) is None]
+        return [r for r in ready if self._coordinator.terms.resident_reason(r) is None]
 
     def review(self: Elastic, room: int) -> None:
         self._room = room

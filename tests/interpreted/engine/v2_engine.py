@@ -8,6 +8,7 @@ import torch
 from vllm import SamplingParams
 
 from benchmarks.engine import LiveEngine, summaries, tokens
+from tests.engine.harness import assert_at_rest
 
 SLOW = () if torch.cuda.is_available() else pytest.mark.slow  # a minute each through the interpreter
 
@@ -39,16 +40,7 @@ class V2Engine(LiveEngine):
         return summaries(drafted)
 
     def at_rest(self) -> None:
-        for _ in range(3):
-            self.core.step_fn()
-        pool, reserved = self.scheduler.kv_cache_manager.block_pool, self.coordinator.reserved
-        assert not self.scheduler.requests
-        assert not self.coordinator.records
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert reserved.host.free == reserved.host.size
-        assert reserved.slots.free == reserved.slots.size
-        assert reserved.arena.used == 0
-        assert self.worker is None or not self.worker.arena.slots
+        assert_at_rest(self)
         assert self.worker is None or not self.worker._loads
         assert not self.runner.req_states.req_id_to_index
 

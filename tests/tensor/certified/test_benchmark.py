@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.certified import combined
-from benchmarks.certified_model import Attend, Context, Recorded, thinned
+from benchmarks.batched_reference import Attend
+from benchmarks.certified import _decision_lines, combined
+from benchmarks.certified_model import Context, Recorded, thinned
 from benchmarks.certified_quality import Methods
 from benchmarks.certified_run import budget_errors, decisions
 from tests.reference import Past, Row
 from vericache.certified.attention import Policy
-from vericache.certified.certificate import Target
+from vericache.certified.certificate import Bound, Target
 
 LAYERS, HEADS, GROUP, DIM, TOKENS, STEPS = 2, 2, 2, 16, 160, 3
 
@@ -35,6 +36,15 @@ def test_decisions_of_a_perfect_sketch_keep_their_promise(prompt: Recorded) -> N
     assert row["decisions"] == 20 * row["queries"]
     assert row["failed"] <= row["worst_layer"] <= 0.1
     assert 0 < row["fetched"] <= row["fetched_when_fetching"] <= 1
+
+
+def test_decisions_about_the_output_keep_theirs(prompt: Recorded) -> None:
+    rows = [decisions({"p": prompt}, 0.6, "perfect", 0.0, eps, STEPS, draws=6, bound="output") for eps in (0.5, 0.9)]
+    for row in rows:
+        assert row["queries"] == STEPS * LAYERS * HEADS * GROUP
+        assert row["decisions"] == 6 * row["queries"]
+        assert row["failed"] <= 0.1
+    assert rows[0]["fetched"] > rows[1]["fetched"]
 
 
 def test_a_stricter_epsilon_fetches_more(prompt: Recorded) -> None:
@@ -100,10 +110,24 @@ def test_certified_attention_is_dense_where_no_error_is_allowed(prompt: Recorded
     assert (alone - exact).norm() > 0.01 * exact.norm()
 
 
-def test_steps_decided_together_are_those_decided_alone(prompt: Recorded) -> None:
+@pytest.mark.parametrize(("bound", "eps"), [("denominator", 0.3), ("output", 0.9)])
+def test_steps_decided_together_are_those_decided_alone(prompt: Recorded, bound: Bound, eps: float) -> None:
     """Where none is excessive: a longer tail makes half of all tokens a little more."""
-    alone, batched = (decisions({"p": prompt}, 0.4, "per_channel2", 1.0, 0.3, STEPS, 1, batch) for batch in (1, STEPS))
+    alone, batched = (
+        decisions({"p": prompt}, 0.5, "per_channel2", 0.3, eps, STEPS, 1, batch, bound) for batch in (1, STEPS)
+    )
     assert batched == pytest.approx(alone)
+    assert 0 < batched["fetched"] < 0.6
+
+
+def test_a_table_says_what_failed() -> None:
+    row = {
+        "bound": "output", "sketch": "perfect", "z": 0.0, "eps": 0.1, "compression": 16, "prompts": ["p"], "layers": 3,
+        "queries": 9, "decisions": 9, "failed": 0.0, "worst_layer": 0.0, "fetching": 1.0, "fetched": 0.5,
+        "fetched_when_fetching": 0.5, "fallback": 0.1, "output": 0.01,
+    }  # fmt: skip
+    assert "a query's output is off by more than epsilon" in "\n".join(_decision_lines({"": row}))
+    assert "a query's denominator is off" in "\n".join(_decision_lines({"": {**row, "bound": "denominator"}}))
 
 
 def test_results_of_several_runs_become_one() -> None:
