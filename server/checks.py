@@ -8,9 +8,10 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vericache.certified.certificate import Bound
 from vericache.config import VeriCacheConfig
 from vericache.errors import RequestError
-from vericache.request_options import RequestSettings
+from vericache.request_options import NONE, RequestSettings
 
 SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or in bytes; in pairs they are fine
 
@@ -27,7 +28,7 @@ class RequestChecks:
             return
         messages = [message async for message in _body(receive)]
         try:
-            refused = getattr(scope["app"].state, "certified_refused", None) if "app" in scope else None
+            refused = getattr(scope["app"].state, "certified_refused", NONE) if "app" in scope else NONE
             check(b"".join(m.get("body", b"") for m in messages), self.config, refused)
         except RequestError as error:
             content = {"message": str(error), "type": "BadRequestError", "param": error.field, "code": 400}
@@ -36,7 +37,7 @@ class RequestChecks:
         await self.app(scope, _replay(messages, receive), send)
 
 
-def check(body: bytes, config: VeriCacheConfig, certified_refused: str | None = None) -> None:
+def check(body: bytes, config: VeriCacheConfig, certified_refused: Mapping[Bound, str] = NONE) -> None:
     """Raises RequestError. Bodies that are no JSON object are vLLM's to refuse."""
     try:
         request = json.loads(body)

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,6 +15,7 @@ from vericache.config import VeriCacheConfig
 from vericache.errors import RequestError
 
 PREFIX = "vericache_"
+NONE: Mapping[Bound, str] = MappingProxyType({})
 
 
 class RequestOptions(BaseModel):
@@ -48,16 +50,16 @@ class RequestSettings:
         server: VeriCacheConfig,
         extra_args: Mapping[str, Any] | None = None,
         trusted: bool = False,
-        certified_refused: str | None = None,
+        certified_refused: Mapping[Bound, str] = NONE,
     ) -> None:
-        """``trusted``: what the server allows clients was checked at the door already. ``certified_refused``: why this
-        engine has no certified decode (``engine.support.certified_refused``)."""
+        """``trusted``: what the server allows clients was checked at the door already. ``certified_refused``: the
+        bounds that this engine cannot certify, and why (``engine.support.certified_refused``)."""
         allowed = tuple(RequestOptions.model_fields) if trusted else server.request_options
         options = parse(extra_args or {}, allowed)
         asked = options.model_dump(exclude={"mode"}, exclude_none=True)
         changes: dict[str, Any] = dict(asked)
         if options.mode == "certified":
-            check_certified(server, options, allowed, certified_refused)
+            check_certified(server, options, allowed, certified_refused.get(options.bound or server.bound))
             # The bound is of independent draws, and a head that keeps next to nothing would fetch next to everything.
             changes = {"counts": "uniform", **changes, "selector": "poisson"}
         elif given := [name for name in ("bound", "epsilon", "delta") if name in changes]:
@@ -81,7 +83,8 @@ class RequestSettings:
 def check_certified(
     server: VeriCacheConfig, options: RequestOptions, allowed: tuple[str, ...], refused: str | None
 ) -> None:
-    """Raises RequestError where this server cannot, or may not, decode this request by certified attention."""
+    """``refused``: why the engine cannot certify what the request is about. Raises RequestError where this server
+    cannot, or may not, decode this request by certified attention."""
     mode = PREFIX + "mode"
     if "epsilon" not in allowed:
         raise RequestError(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from vericache.certified.certificate import Bound
 from vericache.config import VeriCacheConfig
 from vericache.errors import RequestError
 from vericache.request_options import RequestOptions, RequestSettings
@@ -95,6 +96,7 @@ def test_what_the_server_does_not_allow_is_refused(name: str) -> None:
 
 
 CERTIFIED = {"vericache_mode": "certified"}
+NO_OUTPUT: dict[Bound, str] = {"output": "denominators only"}
 
 
 def test_certified_decode_samples_as_many_tokens_in_every_head() -> None:
@@ -127,16 +129,29 @@ def test_what_is_certified_is_the_servers_choice_and_then_the_clients() -> None:
 @pytest.mark.parametrize(
     ("server", "asked", "refused", "message"),
     [
-        ({"request_options": ("mode",)}, {}, None, "not allowed by this server"),
-        ({}, {}, "no kernels", "not served here: no kernels"),
-        ({"mode": "off"}, {}, None, "whose mode is draft"),
-        ({"page_format": "turboquant4"}, {}, None, "page_format is turboquant4"),
-        ({}, {"vericache_selector": "top"}, None, "expected poisson"),
-        ({}, {"vericache_compressor": "streaming_llm"}, None, "cannot select by 'poisson'"),
+        ({"request_options": ("mode",)}, {}, {}, "not allowed by this server"),
+        ({}, {}, {"denominator": "no kernels"}, "not served here: no kernels"),
+        ({}, {"vericache_bound": "output"}, NO_OUTPUT, "not served here: denominators only"),
+        ({"bound": "output"}, {}, NO_OUTPUT, "not served here: denominators only"),
+        ({"mode": "off"}, {}, {}, "whose mode is draft"),
+        ({"page_format": "turboquant4"}, {}, {}, "page_format is turboquant4"),
+        ({}, {"vericache_selector": "top"}, {}, "expected poisson"),
+        ({}, {"vericache_compressor": "streaming_llm"}, {}, "cannot select by 'poisson'"),
     ],
 )
 def test_where_certified_decode_cannot_be_served_it_is_refused(
-    server: dict[str, Any], asked: dict[str, Any], refused: str | None, message: str
+    server: dict[str, Any], asked: dict[str, Any], refused: dict[Bound, str], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         RequestSettings(OPEN.model_copy(update=server), {**CERTIFIED, **asked}, certified_refused=refused)
+
+
+def test_a_bound_that_is_refused_leaves_the_other() -> None:
+    server = OPEN.model_copy(update={"bound": "output"})
+    for settings in (
+        RequestSettings(OPEN, CERTIFIED, certified_refused=NO_OUTPUT),
+        RequestSettings(server, {**CERTIFIED, "vericache_bound": "denominator"}, certified_refused=NO_OUTPUT),
+    ):
+        assert settings.certified is not None
+        assert settings.certified.target.bound == "denominator"
+    assert RequestSettings(server, {"vericache_mode": "draft"}, certified_refused=NO_OUTPUT).certified is None

@@ -14,6 +14,7 @@ PARTS = {
     "kernels": [TESTS, "--ignore", ENGINE],
     "engine": [ENGINE / "test_v2.py", ENGINE / "test_bitwise.py"],
     "semantics": [ENGINE / "test_v2_semantics.py", ENGINE / "test_v2_packed.py"],
+    "certified": [ENGINE / "test_v2_certified.py", ENGINE / "test_v2_shared.py"],
     "elastic": [ENGINE / "test_v2_elastic.py", ENGINE / "test_v2_no_arena.py"],
 }
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from vericache.device import to_device
 from vericache.draft.arena import DraftArena
 from vericache.draft.runtime import DraftRuntime, Observed
-from vericache.draft.step import ArenaRow
+from vericache.draft.step import ArenaRow, CertifiedToken
 from vericache.draft.tables import ArenaTables
 from vericache.draft.triton_attention import Scratch, attend_arena, grid_programs, segment_starts
-from vericache.draft.triton_step import DRAFT, UNWRITTEN, resolve_rows, write_tails
+from vericache.draft.triton_step import CERTIFIED, DRAFT, UNWRITTEN, resolve_rows, write_tails
 
 CPU_PROGRAMS = 3  # of Triton's interpreter, which runs them one after the other
 
@@ -23,7 +23,7 @@ CPU_PROGRAMS = 3  # of Triton's interpreter, which runs them one after the other
 @dataclass(frozen=True)
 class DeviceBatch:
     """One batch of the V2 runner: device tensors with ``rows`` and ``tokens`` entries, padding included, and what the
-    host knows of the first ``num_rows`` rows: the most positions each can have reached."""
+    host knows of the first ``num_rows`` rows: the most positions each can have reached, and its first token."""
 
     num_rows: int
     query_start: Tensor  # int32 [rows + 1]
@@ -31,6 +31,7 @@ class DeviceBatch:
     seq_lens: Tensor  # int32 [rows]
     slot_mapping: Tensor  # int64 [tokens], changed in place
     last_position: Sequence[int]
+    first_token: Sequence[int]
 
     @property
     def rows(self) -> int:
@@ -73,6 +74,7 @@ class DeviceRuntime(DraftRuntime):
         self._rows = self._tokens = 0
         self._row_token: Tensor  # each row's first token, in the runner's own buffer
         self._begun = False
+        self._certified: list[CertifiedToken] = []
         # Outside captured graphs, kernels for rows that do not exist are not launched.
         self._writes = self._drafts = False
         self._longest: int | None = None  # of the rows that read vLLM's pages; None: no claim
@@ -82,27 +84,34 @@ class DeviceRuntime(DraftRuntime):
     ) -> None:
         """Resolve a batch: ``rows`` in batch order (None: no slot), and whether vLLM's pages go without a row's K/V."""
         table = np.full((3, max(1, batch.num_rows)), -1, dtype=np.int32)
-        longest = 1
+        longest, self._certified = 1, []
         for index, (row, skipped, last) in enumerate(zip(rows, unwritten, batch.last_position, strict=True)):
             flags = UNWRITTEN if skipped else 0
             if row is not None:
                 table[0, index], table[1, index] = row.slot, row.base
-                flags |= DRAFT if row.draft else 0
-                self.arena.grow_tail(row.slot, last - row.base + 1)
+                tail = last - row.base + 1
+                self.arena.grow_tail(row.slot, tail)
+                if row.certified is not None:
+                    flags |= CERTIFIED
+                    token = batch.first_token[index]
+                    self._certified.append(CertifiedToken(token, row.slot, last, tail, row.certified))
+                elif row.draft:
+                    flags |= DRAFT
             table[2, index] = flags
             if row is None or not row.draft:
                 longest = max(longest, last + 1)
         self._longest = longest
-        self._writes, self._drafts = any(rows), any(r is not None and r.draft for r in rows)
+        self._writes = any(rows)
+        self._drafts = any(r is not None and r.draft and r.certified is None for r in rows)
         self.observed, self._begun = observed, True
         self._resolve(to_device(torch.from_numpy(table), self.tables.table.device), batch)
 
     def _begin_dummy(self, metadata: Any) -> None:
         """A batch of no request: a warm-up, or the capture of a graph, which must contain all kernels."""
         self._writes = self._drafts = True
-        self._longest = None
+        self._longest, self._certified = None, []
         slots = metadata.slot_mapping  # stands for positions too: no row reads them
-        batch = DeviceBatch(0, metadata.query_start_loc, slots, metadata.seq_lens, slots, [])
+        batch = DeviceBatch(0, metadata.query_start_loc, slots, metadata.seq_lens, slots, [], [])
         self._resolve(torch.full((3, 1), -1, dtype=torch.int32, device=self.tables.table.device), batch)
 
     def _resolve(self, rows: Tensor, batch: DeviceBatch) -> None:
@@ -118,6 +127,7 @@ class DeviceRuntime(DraftRuntime):
     def end(self) -> None:
         super().end()
         self._begun = self._writes = self._drafts = False
+        self._certified = []
 
     def without_draft_keys(self, metadata: Any) -> Any:
         if not self._begun:  # vLLM prepares the batches of warm-ups and captures by itself
@@ -142,3 +152,4 @@ class DeviceRuntime(DraftRuntime):
                 query, output, self.tables, layer, buffers.row_slot[:rows], buffers.tail_len[:rows],
                 self._row_token, buffers.starts, self._scratch, scale,
             )  # fmt: skip
+        self._certify(self._certified, layer, query, output, scale)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ class DraftRuntime(ABC):
 
     arena: DraftArena
     observed: Observed = field(default_factory=list)
+    reader: CertifiedReader | None = None  # of certified rows
 
     def end(self) -> None:
         """The step is over."""
@@ -61,7 +62,12 @@ class DraftRuntime(ABC):
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
-        """Overwrite the draft rows of ``output``; ``query`` and ``output`` are ``[T, Hq, D]``."""
+        """Overwrite the draft and certified rows of ``output``; ``query`` and ``output`` are ``[T, Hq, D]``."""
+
+    def _certify(self, rows: Iterable[CertifiedToken], layer: int, query: Tensor, output: Tensor, scale: float) -> None:
+        for asked in rows:
+            assert self.reader is not None, "refused at the door (engine.support.certified_refused)"
+            output[asked.token] = self.reader.attend(asked, layer, query[asked.token], scale).to(output.dtype)
 
 
 @dataclass
@@ -69,7 +75,6 @@ class HostRuntime(DraftRuntime):
     """Rows resolved in host memory, attention in torch: vLLM's V1 runner on the CPU."""
 
     step: DraftStep | None = None
-    reader: CertifiedReader | None = None  # where certified rows can occur
 
     def begin(
         self, rows: Sequence[ArenaRow | None], query_start: Sequence[int], positions: Sequence[int], observed: Observed
@@ -101,9 +106,7 @@ class HostRuntime(DraftRuntime):
         if self.step is not None and self.step.work is not None:
             tokens = self.step.draft_tokens
             output[tokens] = self.arena.attend(layer, self.step.work, query[tokens], scale).to(output.dtype)
-        for asked in self.step.certified if self.step is not None else ():
-            assert self.reader is not None, "refused at the door (engine.support.certified_refused)"
-            output[asked.token] = self.reader.attend(asked, layer, query[asked.token], scale).to(output.dtype)
+        self._certify(self.step.certified if self.step is not None else (), layer, query, output, scale)
 
 
 @dataclass(frozen=True)

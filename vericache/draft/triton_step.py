@@ -12,6 +12,7 @@ from vericache.draft.tables import ArenaTables
 
 DRAFT = 1  # row flags: the row reads its slot instead of vLLM's pages, which hold nothing of it
 UNWRITTEN = 2  # the row's K/V must not be written to vLLM's pages
+CERTIFIED = 4  # the row reads its slot, too, but not by draft attention
 PAD_SLOT = -1  # vLLM's PAD_SLOT_ID
 
 
@@ -35,12 +36,13 @@ def resolve_rows(
         query_start, positions, seq_lens: the batch as vLLM's V2 runner lays it out, ``R`` rows and padding.
         slot_mapping: int64 ``[T]``, changed in place.
         row_slot, tail_len, stock_lens: int32, ``R`` and padding: slot and tail tokens of draft rows (-1 and 0 for all
-            others), sequence lengths with 0 at draft rows.
+            others), sequence lengths with 0 at draft and certified rows.
         token_slot, tail_index: int32 ``[T]``: the slot and tail entry each token's K/V goes to, slot -1 for none.
     """
     _resolve[(len(row_slot),)](
         rows, query_start, positions, seq_lens, slot_mapping, row_slot, tail_len, stock_lens, token_slot, tail_index,
-        num_rows, len(token_slot), rows.stride(0), draft=DRAFT, pad=PAD_SLOT, block=128, num_warps=1,
+        num_rows, len(token_slot), rows.stride(0), draft=DRAFT, certified=CERTIFIED,
+        pad=PAD_SLOT, block=128, num_warps=1,
     )  # fmt: skip
 
 
@@ -97,7 +99,8 @@ def accept_rows(sampled: Tensor, inputs: Tensor, first_logit: Tensor, tokens: Te
 @triton.jit
 def _resolve(  # type: ignore[no-untyped-def]
     rows, query_start, positions, seq_lens, slot_mapping, row_slot, tail_len, stock_lens, token_slot, tail_index,
-    num_rows, num_tokens, rows_stride, draft: tl.constexpr, pad: tl.constexpr, block: tl.constexpr,
+    num_rows, num_tokens, rows_stride, draft: tl.constexpr, certified: tl.constexpr,
+    pad: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     exists = row < num_rows
@@ -111,7 +114,7 @@ def _resolve(  # type: ignore[no-untyped-def]
     length = tl.load(seq_lens + row)
     tl.store(row_slot + row, tl.where(is_draft, slot, -1))
     tl.store(tail_len + row, tl.where(is_draft, position.to(tl.int32) - base + 1, 0))
-    tl.store(stock_lens + row, tl.where(is_draft, 0, length))
+    tl.store(stock_lens + row, tl.where(exists & ((flags & (draft | certified)) != 0), 0, length))
     last = end
     if row == tl.num_programs(0) - 1:  # the padding behind the last row
         last = num_tokens

@@ -6,15 +6,17 @@ anew from its tokens, as after any other loss of its KV, and demoted again: its 
 fresh.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vericache.certified.attention import Policy
+from vericache.certified.certificate import Bound
 from vericache.certified.decided import Decided
 from vericache.engine.detached import Detached
 from vericache.engine.metrics import Telemetry
 from vericache.engine.ops import CertifiedRow, StepReport
-from vericache.engine.plan import Bounds, Certify, StepPlan
+from vericache.engine.plan import Certify, StepPlan
 
 
 @dataclass
@@ -44,9 +46,12 @@ class CertifiedSoFar:
         }
 
 
-def refused(bounds: Bounds) -> str | None:
-    """Why certified rows cannot be run (``engine.support.certified_refused`` says it to clients, with more reasons)."""
-    return "certified decode needs vLLM's V1 model runner" if bounds.own_rows else None
+def refused(v2_runner: bool) -> Mapping[Bound, str]:
+    """The bounds that certified rows of this runner do not have, and why (``engine.support.certified_refused`` says it
+    to clients, with more reasons)."""
+    if not v2_runner:
+        return {}
+    return {"output": "vLLM's V2 model runner certifies the denominator, not the output; set bound to denominator"}
 
 
 def begin(policy: Policy | None) -> CertifiedSoFar | None:

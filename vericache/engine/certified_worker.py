@@ -1,7 +1,7 @@
-"""Certified decode on the worker: a sketch and probabilities beside each slot, absent tokens from the host store."""
+"""Certified decode on the V1 runner's worker: a sketch and probabilities beside each slot, absent tokens from the host
+store, all in torch."""
 
 from dataclasses import dataclass, field, replace
-from random import Random
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from vericache.certified.attention import Outcome, Sampled, certified_attention,
 from vericache.certified.certificate import Bound
 from vericache.certified.decided import Decided
 from vericache.certified.sketch import KeySketch, sketch_keys, value_norms
-from vericache.draft.arena import DraftArena
 from vericache.draft.step import CertifiedToken
+from vericache.engine.certified_rows import CertifiedRows
 from vericache.engine.ops import Compress
-from vericache.engine.pages import PageLayout
-from vericache.store.host import HostStore
 
 
 @dataclass(frozen=True)
@@ -33,30 +31,18 @@ class Decidable:
 
     @property
     def nbytes(self) -> int:
-        """Of sketches, probabilities and norms: what certified decode holds beside the arena."""
+        """Of sketches, probabilities and norms."""
         return sum(s.nbytes for s in self.sketches) + self.inclusion.nbytes + sum(n.nbytes for n in self.norms)
 
 
 @dataclass
-class CertifiedWorker:
-    """Owns what certified slots hold beside the arena, and counts what their rows did. ``measured``: share of
-    (position, layer) that is also computed densely."""
+class CertifiedWorker(CertifiedRows):
+    """The reference, on the CPU."""
 
-    arena: DraftArena
-    layout: PageLayout
-    caches: list[Tensor]
-    store: HostStore
-    measured: float
     _slots: dict[int, Decidable] = field(default_factory=dict)
     _decided: dict[str, Decided] = field(default_factory=dict)
-    _random: Random = field(default_factory=lambda: Random(0))
 
     def fill(self, op: Compress, kept: Kept, blocks: Tensor) -> None:
-        """The slot has been filled with ``kept``, from the context in ``blocks``.
-
-        Raises:
-            CompressionError: keys or values that are not finite.
-        """
         assert kept.inclusion is not None, "only samples can be certified"
         everything = torch.arange(op.context)
         sketches, norms = [], []
@@ -84,12 +70,10 @@ class CertifiedWorker:
         return sum(slot.nbytes for slot in self._slots.values())
 
     def take(self) -> dict[str, Decided]:
-        """What the rows of this step did, by request."""
         taken, self._decided = self._decided, {}
         return taken
 
     def attend(self, asked: CertifiedToken, layer: int, query: Tensor, scale: float) -> Tensor:
-        """``query [Hq, D]`` -> float32 ``[Hq, D]``."""
         slot = self._slots[asked.slot]
         keys, values, *tail = self.arena.tokens(asked.slot, layer, asked.tail)
         norms = slot.norms[layer] if slot.norms else None
@@ -110,13 +94,12 @@ class CertifiedWorker:
 
     def _count(self, slot: Decidable, outcome: Outcome, measured: list[float]) -> None:
         tokens, worst = int(outcome.fetched.sum()), outcome.error.max().item()
-        token_bytes = 2 * outcome.output.shape[-1] * self.store.data.element_size()
         now = self._decided.get(slot.request_id, Decided())
         found = Decided(
             len(outcome.output),
             int((outcome.fetched > 0).sum()),
             tokens,
-            tokens * token_bytes,
+            tokens * self.token_bytes,
             int((outcome.fallback & (outcome.fetched > 0)).sum()),
             measured=tuple(measured),
         )
@@ -127,9 +110,8 @@ class CertifiedWorker:
     def _exact(
         self, slot: Decidable, layer: int, query: Tensor, tail: tuple[Tensor, Tensor], scale: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Dense attention ``[H, G, D]`` and log D ``[H, G]``, of a share of all calls, drawn: every so many would
-        favour some layers."""
-        if self._random.random() >= self.measured:
+        """Dense attention ``[H, G, D]`` and log D ``[H, G]``, of a share of all calls."""
+        if not self._is_measured():
             return None
         everything = torch.arange(slot.inclusion.shape[-1])
         keys, values = self.layout.read(self.store.data[:, layer], slot.pages, everything)

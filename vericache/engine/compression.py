@@ -9,7 +9,7 @@ from torch import Tensor
 from compressors import Compressor, Kept, MethodSpec, Scorer, Shape, create
 from vericache.device import to_device
 from vericache.draft.arena import DraftArena
-from vericache.engine.certified_worker import CertifiedWorker
+from vericache.engine.certified_rows import CertifiedRows
 from vericache.engine.ops import Compress, ProbeRow
 from vericache.engine.pages import PageLayout
 from vericache.engine.score_parts import ScorePart
@@ -66,7 +66,7 @@ class CompressionWorker:
         shape: Shape,
         layout: PageLayout,
         caches: list[Tensor],
-        certified: CertifiedWorker | None = None,
+        certified: CertifiedRows | None = None,
     ) -> None:
         self._certified = certified
         self._arena, self._shape, self._layout, self._caches = arena, shape, layout, caches

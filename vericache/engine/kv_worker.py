@@ -8,9 +8,9 @@ from torch import Tensor
 
 from compressors import Shape
 from vericache.draft.kept import KeptPages
-from vericache.draft.runtime import DraftRuntime, HostRuntime, Observed
+from vericache.draft.runtime import DraftRuntime, Observed
 from vericache.draft.step import ArenaRow
-from vericache.engine.certified_worker import CertifiedWorker
+from vericache.engine.certified_rows import CertifiedRows
 from vericache.engine.compression import CompressionWorker
 from vericache.engine.ops import (
     MEASURED,
@@ -54,14 +54,12 @@ class KVWorker:
         layout: PageLayout,
         caches: list[Tensor],
         copies: CopyEngine,
-        certified: CertifiedWorker | None = None,
+        certified: CertifiedRows | None = None,
     ) -> None:
-        """``certified``: where certified rows can occur, the V1 runner on the CPU."""
         self.runtime, self.arena, self.copies = runtime, runtime.arena, copies
         self.certified = certified
+        runtime.reader = certified
         self._layout, self._caches = layout, caches
-        if isinstance(runtime, HostRuntime):
-            runtime.reader = certified
         self.compression = CompressionWorker(self.arena, shape, layout, caches, certified)
         self._report = StepReport()
         self._started: StepMetadata | None = None

@@ -14,6 +14,12 @@ from vericache.draft.source import LayerSource, Source
 class PageLayout(ABC):
     """Reads tokens of a sequence from KV caches; ``blocks`` (int64) are the sequence's, on the caches' device."""
 
+    @property
+    def order(self) -> Tensor | None:
+        """Where in a head's part of a block the numbers of each token's key and value lie, int64 ``[2, block, D]``;
+        None: side by side, as the strides of the caches say."""
+        return None
+
     @abstractmethod
     def read(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """One layer's keys and values ``[H, m, D]`` at ``positions`` (int64 ``[m]``)."""

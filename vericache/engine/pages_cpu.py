@@ -19,6 +19,10 @@ class CpuPageLayout(PageLayout):
         self.block_size = block_size
         self._keys, self._values = _derive(dtype, block_size, head_dim, isa)
 
+    @property
+    def order(self) -> Tensor:
+        return torch.stack([self._keys, self._values])
+
     def read(self, cache: Tensor, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.read_keys(cache, blocks, positions), self.read_values(cache, blocks, positions)
 

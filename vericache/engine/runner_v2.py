@@ -24,7 +24,7 @@ from vericache.device import to_device
 from vericache.draft.device import DeviceBatch, DeviceRuntime
 from vericache.draft.triton_step import accept_rows, rewind_rounds
 from vericache.engine.connector import kv_worker
-from vericache.engine.ops import ProbeRow, StepMetadata
+from vericache.engine.ops import CertifiedRow, ProbeRow, StepMetadata
 from vericache.engine.settings import settings_of
 
 
@@ -51,9 +51,9 @@ class DraftRows(GPUModelRunner):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         metadata = scheduler_output.kv_connector_metadata
-        if isinstance(metadata, StepMetadata) and any(isinstance(row, ProbeRow) for row in metadata.rows):
-            # A scoring pass looks at queries in Python, which no captured graph runs. Of ``is_profile`` a real batch
-            # only gets what is wanted here: no graph.
+        if isinstance(metadata, StepMetadata) and any(isinstance(r, ProbeRow | CertifiedRow) for r in metadata.rows):
+            # A scoring pass looks at queries in Python, and certified attention is launched row by row, which no
+            # captured graph does. Of ``is_profile`` a real batch only gets what is wanted here: no graph.
             kwargs["is_profile"] = True
         return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -105,6 +105,7 @@ class DraftRows(GPUModelRunner):
                 input_batch.seq_lens[:rows],
                 slot_mappings[0],
                 last.tolist(),
+                starts,
             )
             worker.runtime.begin(found.slots, found.unwritten, batch, found.observed)
         return block_tables, slot_mappings

@@ -1,6 +1,7 @@
 """What cannot be served, refused at start with a sentence that says why."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import vllm
@@ -8,8 +9,10 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from compressors import METHODS
+from vericache.certified.certificate import Bound
 from vericache.config import VeriCacheConfig
 from vericache.draft.formats import PageFormat, page_format
+from vericache.engine import certified
 from vericache.engine.plan import Bounds
 from vericache.engine.settings import MemoryPlan
 from vericache.errors import ConfigError, UnsupportedError
@@ -72,15 +75,12 @@ def check_supported(config: VllmConfig) -> None:
             check_surrogate(settings, settings.surrogate, config)
 
 
-def certified_refused(config: VllmConfig) -> str | None:
-    """Why this engine cannot decode by certified attention, in words for the client; None where it can."""
-    if config.device_config.device_type != "cpu":
-        return "certified decode has no GPU kernels yet, only engines on a CPU serve it"
-    if config.use_v2_model_runner:
-        return "certified decode needs vLLM's V1 model runner, this engine has VLLM_USE_V2_MODEL_RUNNER set"
-    if config.model_config.get_head_size() % 8:
-        return f"key sketches take head sizes that are multiples of 8, got {config.model_config.get_head_size()}"
-    return None
+def certified_refused(config: VllmConfig) -> Mapping[Bound, str]:
+    """The bounds that this engine cannot certify, and why, in words for the client."""
+    if (size := config.model_config.get_head_size()) % 8:
+        why = f"key sketches take head sizes that are multiples of 8, got {size}"
+        return {"denominator": why, "output": why}
+    return certified.refused(config.use_v2_model_runner)
 
 
 def check_layer_bits(settings: VeriCacheConfig, layers: int) -> None:

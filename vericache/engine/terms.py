@@ -37,7 +37,7 @@ class Terms:
         if found is None:
             params = request.sampling_params
             extra = params.extra_args if params is not None else None
-            found = RequestSettings(self.settings, extra, True, certified.refused(self.bounds))
+            found = RequestSettings(self.settings, extra, True, certified.refused(self.bounds.own_rows))
             self._asked[request.request_id] = found
         return found
 

@@ -20,6 +20,7 @@ from compressors import Shape, Surrogate
 from vericache.draft import backend
 from vericache.draft.arena import DraftArena
 from vericache.draft.runtime import DraftRuntime, HostRuntime
+from vericache.engine.certified_rows import CertifiedRows
 from vericache.engine.certified_worker import CertifiedWorker
 from vericache.engine.connector import ArenaShare, VeriCacheConnector
 from vericache.engine.kv_worker import KVWorker
@@ -100,9 +101,7 @@ class DraftWorker(ABC):
         runtime = self._runtime(shape, plan, caches[0])
         store = HostStore(plan.host_pages, caches)
         layout = self._layout(plan, first, caches)
-        certified = None
-        if isinstance(runtime, HostRuntime):
-            certified = CertifiedWorker(runtime.arena, layout, caches, store, settings.measured_share)
+        certified = self._certified(runtime.arena, layout, caches, store)
         connector.worker = KVWorker(shape, runtime, layout, caches, self._copies(caches, store), certified)
         backend.attach(layers, runtime)
 
@@ -134,6 +133,16 @@ class DraftWorker(ABC):
 
         arena.with_tables(scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len)
         return DeviceRuntime(arena, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
+    def _certified(
+        self, arena: DraftArena, layout: PageLayout, caches: list[Tensor], store: HostStore
+    ) -> CertifiedRows:
+        measured = settings_of(self.vllm_config).measured_share
+        if not self.use_v2_model_runner:
+            return CertifiedWorker(arena, layout, caches, store, measured)
+        from vericache.engine.certified_device import CertifiedDevice  # Triton again
+
+        return CertifiedDevice(arena, layout, caches, store, measured)
 
     @abstractmethod
     def _copies(self, caches: list[Tensor], store: HostStore) -> CopyEngine:
