@@ -19,12 +19,8 @@ ENV_FILE = "VERICACHE_CONFIG"  # path of the YAML file
 KEY = "vericache"  # where the configuration lives in vLLM's additional_config
 
 
-SWITCHES = (
-    "bitwise",
-    "shared_verifies",
-    "residual_reload",
-    "reuse_scores",
-)  # on or off, which YAML 1.1 reads as booleans
+# On or off, which YAML 1.1 reads as booleans.
+SWITCHES = ("bitwise", "shared_verifies", "residual_reload", "reuse_scores")
 
 Width = Literal[2, 3, 4, 16]  # bits of a number, ``compressors.bits.WIDTHS``
 

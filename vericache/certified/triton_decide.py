@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vericache.certified import sketch
 from vericache.certified.workspace import Workspace
 
 BLOCK = 2048  # tokens that a program holds at a time
-GROUP = tl.constexpr(32)  # tokens that share a sigma (``sketch.GROUP``)
+GROUP = tl.constexpr(sketch.GROUP)  # tokens that share a sigma
 NOTHING = tl.constexpr(2147483647)  # a cut that no share reaches
 CLOSE = tl.constexpr(1e-13)
 NEWTON, STEPS = tl.constexpr(32), tl.constexpr(160)  # as in ``estimator``

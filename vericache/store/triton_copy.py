@@ -63,6 +63,17 @@ def copy_pages(
 
 
 @triton.jit
+def _ends(  # type: ignore[no-untyped-def]
+    pointers, host, blocks, pages, index, layers, block_stride, page_stride, piece: tl.constexpr,
+):  # fmt: skip
+    """Where piece ``index`` lies on the device and in the host."""
+    item, layer = index // layers, index % layers
+    block, page = tl.load(blocks + item).to(tl.int64), tl.load(pages + item).to(tl.int64)
+    base = tl.load(pointers + layer).to(tl.pointer_type(tl.int64))
+    return tl.multiple_of(base, 16) + block * block_stride, host + page * page_stride + layer * piece
+
+
+@triton.jit
 def _copy(  # type: ignore[no-untyped-def]
     pointers, host, blocks, pages, pieces, layers, block_stride, page_stride,
     piece: tl.constexpr, tile: tl.constexpr, to_host: tl.constexpr,
@@ -70,11 +81,7 @@ def _copy(  # type: ignore[no-untyped-def]
     """Piece by piece, every ``programs``-th one."""
     word = tl.arange(0, tile)
     for index in range(tl.program_id(0), pieces, tl.num_programs(0)):
-        item, layer = index // layers, index % layers
-        block, page = tl.load(blocks + item).to(tl.int64), tl.load(pages + item).to(tl.int64)
-        base = tl.load(pointers + layer).to(tl.pointer_type(tl.int64))
-        device_at = tl.multiple_of(base, 16) + block * block_stride
-        host_at = host + page * page_stride + layer * piece
+        device_at, host_at = _ends(pointers, host, blocks, pages, index, layers, block_stride, page_stride, piece)
         for start in range(0, piece, tile):
             at = start + word
             if to_host:
@@ -92,11 +99,7 @@ def _copy_rest(  # type: ignore[no-untyped-def]
     A tile is some whole parts, so that the mask is one value along each of them and loads stay wide."""
     row, word = tl.arange(0, rows), tl.arange(0, part)
     for index in range(tl.program_id(0), pieces, tl.num_programs(0)):
-        item, layer = index // layers, index % layers
-        block, page = tl.load(blocks + item).to(tl.int64), tl.load(pages + item).to(tl.int64)
-        base = tl.load(pointers + layer).to(tl.pointer_type(tl.int64))
-        device_at = tl.multiple_of(base, 16) + block * block_stride
-        host_at = host + page * page_stride + layer * piece
+        device_at, host_at = _ends(pointers, host, blocks, pages, index, layers, block_stride, page_stride, piece)
         for start in range(0, parts, rows):
             mine = start + row
             there = tl.load(placed + index * parts + mine, mask=mine < parts, other=1)
